@@ -1,0 +1,41 @@
+# Two commands: `make train` trains the demo, `make test` checks everything. Each builds .venv first.
+PYTHON ?= python3.12
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST_JAX := 0.11.1
+
+.PHONY: train test lint types pytest test-oldest-jax clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "cad_jax needs Python 3.12 or later: install it, or name one with 'make PYTHON=/path/to/python3.12'"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: $(VENV)/installed
+	$(BIN)/cad-jax train stdlib_demo $(ARGS)
+
+test: lint types pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check cad_jax experiments tests
+	$(BIN)/ruff format --check cad_jax experiments tests
+
+types: $(VENV)/installed
+	$(BIN)/basedpyright
+
+pytest: $(VENV)/installed
+	$(BIN)/python -m pytest $(ARGS)
+
+# The same suite against the oldest jax that pyproject.toml allows, in an environment of its own.
+$(VENV)-oldest/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-oldest
+	grep -vE '^(jax|jaxlib)==' constraints.txt > $(VENV)-oldest/constraints.txt
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)-oldest/constraints.txt -e '.[dev]' 'jax==$(OLDEST_JAX)' 'jaxlib==$(OLDEST_JAX)'
+	touch $@
+
+test-oldest-jax: $(VENV)-oldest/installed
+	$(VENV)-oldest/bin/python -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(VENV)-oldest

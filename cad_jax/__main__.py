@@ -1,0 +1,46 @@
+"""The command line: `cad-jax {train, plan}`."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+USAGE = """\
+usage: cad-jax COMMAND ...
+
+Train language models on long, uneven documents: every rank keeps its own tokens, and core attention
+is planned over all ranks so that each has the same work.
+
+commands:
+  train   train by a recipe            cad-jax train debug_cpu8
+                                       cad-jax train text_folder --data.paths 'folder/**/*.txt'
+                                       cad-jax train debug_cpu8 --attention ring --steps 10
+                                       cad-jax train debug_cpu8 --resume
+  plan    plan a list of lengths       cad-jax plan --lengths FILE --servers 8 --tokens-per-server 65536
+
+`cad-jax COMMAND --help` explains every option. Exit codes: 0 done, 1 stopped by an error of the run,
+2 the arguments or the data are wrong (the message says what, and what helps).
+"""
+
+# Modules load on use: planning runs where jax is not installed.
+COMMANDS = {"train": "cad_jax.train_command", "plan": "cad_jax.plan_command"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    if arguments[0] not in COMMANDS:
+        print(
+            f"cad-jax: the command must be one of {', '.join(COMMANDS)}, got {arguments[0]!r}; "
+            "cad-jax --help explains them",
+            file=sys.stderr,
+        )
+        return 2
+    run: Callable[[list[str]], int] = import_module(COMMANDS[arguments[0]]).main
+    return run(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

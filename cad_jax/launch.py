@@ -1,0 +1,247 @@
+"""From a configuration to a finished run: check everything, build the parts, run the loop, report.
+
+Whatever a person can get wrong is refused here, before the first step is compiled and before
+anything in the run folder changes.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from cad_jax.attention.strategies import Strategy, make_strategy
+from cad_jax.checkpoint import Checkpointer
+from cad_jax.config import RunConfig, check_resume
+from cad_jax.data import DocumentBatches, reference_entropies
+from cad_jax.feed import StepFeed
+from cad_jax.metrics import MetricsLog, Reporter, mean_loss, plot_loss, plot_plan
+from cad_jax.prefetch import Prefetcher
+from cad_jax.processes import first_process, together
+from cad_jax.run_folder import CHECKPOINTS, check_folder, open_folder
+from cad_jax.sharding.mesh import POOL_AXES, make_mesh
+from cad_jax.train import Loop, Outcome, StopRequest
+from cad_jax.train_step import TrainStep
+
+
+def open_data(config: RunConfig) -> DocumentBatches:
+    """The run's documents.
+
+    Raises:
+        ValueError: they cannot be read, are empty, too long, or have ids the model does not know.
+    """
+    data = DocumentBatches(config.data, config.training.tokens_per_microbatch)
+    if data.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size (={config.model.vocab_size}) must hold every id of tokenizer "
+            f"{config.data.tokenizer!r}, which has {data.vocab_size}; set model.vocab_size to that"
+        )
+    return data
+
+
+def make_run_strategy(config: RunConfig, data: DocumentBatches) -> Strategy:
+    """The attention strategy of the run, its capacities set from plans of its first microbatches:
+    the same whenever the run starts or resumes.
+
+    Raises:
+        ValueError: heads do not divide over tp, or a first microbatch does not fit the
+            configuration's own capacities, even at home.
+    """
+    attention = config.attention
+    samples = data.sample_lengths(attention.capacity_plans)
+    strategy = make_strategy(
+        attention.strategy,
+        servers=config.mesh.servers,
+        tokens_per_server=config.tokens_per_server,
+        heads=config.model.head_shape(config.mesh.tp),
+        tolerance=attention.tolerance,
+        capacities=attention.capacities,
+        transport=attention.transport,
+        sample_lengths=samples,
+        kernel=attention.kernel,
+        axis_names=POOL_AXES,
+        max_document_tokens=data.max_document_tokens,
+    )
+    if attention.capacities is not None:
+        for lengths in samples:
+            strategy.prepare(lengths)
+    return strategy
+
+
+def launch(config: RunConfig, resume: bool = False, console: Console | None = None) -> Outcome:
+    """Train by `config` in its run folder; returns how it ended. Collective over all processes.
+
+    resume: go on from the folder's newest whole checkpoint, from the start where there is none.
+
+    Raises:
+        ValueError: the configuration, the data or the folder are not fit to run; nothing was changed.
+        NonFiniteLossError, PlanDisagreementError: see `train.Loop.run`.
+    """
+    reporter = Reporter(config.training.steps, console, quiet=jax.process_index() != 0)
+    folder = Path(config.folder)
+    config.check()
+    mesh = make_mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    first_process(lambda: check_folder(folder, resume))
+    data = together(lambda: open_data(config))
+    strategy = together(lambda: make_run_strategy(config, data))
+    train_step = TrainStep(config.model, mesh, strategy, config.optimizer, config.training.remat)
+    with ExitStack() as resources:
+        first_process(
+            lambda: resources.callback(open_folder(folder, resume).close)  # pyright: ignore
+        )
+        checkpointer = Checkpointer(folder / CHECKPOINTS, config.checkpoint, reporter.say)
+        resources.callback(checkpointer.close)
+        restored = None
+        if resume:
+            restored = checkpointer.restore(
+                train_step.abstract_state(), lambda saved: check_resume(config, saved)
+            )
+        if restored is not None:
+            together(lambda: data.restore(restored.data))
+        first_process(lambda: config.save(folder))
+        step = 0 if restored is None else restored.step
+        _describe(reporter, config, mesh, data, resume, step)
+        feed = StepFeed(data, strategy, train_step, mesh, config.training.microbatches)
+        data_state = data.state()
+        prefetcher = Prefetcher(feed.make)
+        resources.callback(prefetcher.close)
+        metrics = None
+        if jax.process_index() == 0:
+            metrics = MetricsLog(folder, resume_step=step if resume else None)
+            resources.callback(metrics.close)
+        loop = Loop(
+            config=config,
+            mesh=mesh,
+            train_step=train_step,
+            state=train_step.init(config.training.seed) if restored is None else restored.state,
+            step=step,
+            data_state=data_state,
+            prefetcher=prefetcher,
+            checkpointer=checkpointer,
+            metrics=metrics,
+            reporter=reporter,
+        )
+        request = StopRequest()
+        with request.listening():
+            reporter.start(step)
+            try:
+                outcome = loop.run(request)
+            finally:
+                reporter.stop()
+                if metrics is not None:
+                    _report(reporter, config, data, metrics.records)
+                    _plot_plan(folder, loop)
+        reporter.say(outcome.reason)
+    return outcome
+
+
+def _describe(
+    reporter: Reporter,
+    config: RunConfig,
+    mesh: Mesh,
+    data: DocumentBatches,
+    resume: bool,
+    step: int,
+) -> None:
+    """Configuration, mesh and document statistics, before the first step."""
+    model, training, stats = config.model, config.training, data.statistics()
+    step_tokens = training.tokens_per_microbatch * training.microbatches
+    kind = mesh.devices.flat[0].device_kind
+    rows = [
+        ("recipe", f"{config.name}, run folder {config.folder}"),
+        (
+            "model",
+            f"{model.num_parameters / 1e6:,.1f} M parameters: {model.num_layers} layers, embedding "
+            f"{model.embedding_dim}, heads {model.num_q_heads}/{model.num_kv_heads} x "
+            f"{model.head_dim}, ffn {model.ffn_dim}, {model.dtype}",
+        ),
+        (
+            "mesh",
+            f"pp {config.mesh.pp}, dp {config.mesh.dp}, tp {config.mesh.tp} on {mesh.size} x {kind}, "
+            f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}",
+        ),
+        (
+            "attention",
+            f"{config.attention.strategy}: {config.mesh.servers} servers x "
+            f"{config.tokens_per_server:,} tokens, tolerance {config.attention.tolerance}",
+        ),
+        ("step", f"{step_tokens:,} tokens in {training.microbatches} microbatch(es)"),
+        (
+            "documents",
+            f"{stats.documents:,} ({stats.zero_length_documents:,} empty), {stats.tokens:,} tokens; "
+            f"length median {stats.median_tokens:,.0f}, 90% {stats.p90_tokens:,.0f}, longest "
+            f"{stats.max_tokens:,}",
+        ),
+        (
+            "pieces",
+            f"{stats.pieces:,} of at most {data.max_document_tokens:,} tokens an epoch; "
+            f"{stats.context_lost_tokens:,} of {stats.target_tokens:,} target tokens lose context"
+            + (f", {stats.truncated_tokens:,} tokens dropped" if stats.truncated_tokens else ""),
+        ),
+    ]
+    reporter.table("cad_jax train", rows)
+    if resume:
+        reporter.say(
+            f"resuming after step {step}"
+            if step
+            else "there is no checkpoint to resume from: starting at step 0"
+        )
+
+
+def _references(data: DocumentBatches) -> dict[str, float]:
+    """Cross-entropies to compare a loss with, nats per target token."""
+    entropies = reference_entropies(data.store)
+    references = {"token frequencies alone": entropies.unigram_nats}
+    if entropies.bigram_nats is not None:
+        references["token bigrams alone"] = entropies.bigram_nats
+    return references
+
+
+def _report(
+    reporter: Reporter, config: RunConfig, data: DocumentBatches, records: list[dict[str, Any]]
+) -> None:
+    """Summary and loss curve of whatever steps there were, those before a resume included."""
+    if not records:
+        return
+    references = _references(data)
+    plot_loss(Path(config.folder) / "loss.png", records, references)
+    seconds, tokens = (sum(r[name] for r in records) for name in ("step_s", "tokens"))
+    padding = sum(r["padding_tokens"] for r in records) / tokens
+    later = records[1:] or records  # the first step compiles
+    median = {
+        name: float(np.median([r[name] for r in later]))
+        for name in ("step_s", "plan_s", "attn_max_over_mean_home", "attn_max_over_mean")
+    }
+    waits = sum(r["plan_wait_s"] for r in later) / sum(r["step_s"] for r in later)
+    fallbacks = sum(r["fallback_tasks"] for r in records)
+    rows = [
+        ("steps", f"{records[-1]['step']} of {config.training.steps}"),
+        (
+            "tokens",
+            f"{tokens:,} ({padding:.2%} padding) in {seconds / 60:.1f} min, "
+            f"{tokens / seconds:,.0f} a second; median step {median['step_s']:.3f} s",
+        ),
+        (
+            "attention work",
+            f"median max/mean over servers {median['attn_max_over_mean_home']:.3f} at home, "
+            f"{median['attn_max_over_mean']:.3f} as spread; {fallbacks} tasks fell back home",
+        ),
+        (
+            "planning",
+            f"median {1e3 * median['plan_s']:.1f} ms a step, hidden but for {waits:.2%} of the time",
+        ),
+        ("loss, last 3 steps", f"{mean_loss(records):.3f} nats per target token"),
+        *((f"for comparison, {name}", f"{nats:.3f}") for name, nats in references.items()),
+        ("run folder", config.folder),
+    ]
+    reporter.table("summary", rows)
+
+
+def _plot_plan(folder: Path, loop: Loop) -> None:
+    """Work per server of the last step of this process."""
+    work = loop.last_work
+    if work is not None:
+        plot_plan(folder / "plan.png", loop.step, work.home_pairs, work.server_pairs)

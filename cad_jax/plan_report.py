@@ -1,0 +1,206 @@
+"""What `cad-jax plan` does: read lengths, plan them, and report as a table, JSON and a plot.
+
+Works where jax is not installed. Shape letters: T tokens per server, S servers.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.table import Table
+
+from cad_jax.sharding.cost import DEVICES, attention_flops, model_shape
+from cad_jax.sharding.plan import Plan
+from cad_jax.sharding.planner import plan_documents
+
+MIB = 2**20
+PLAN_FIELDS = (
+    "servers",
+    "tokens_per_server",
+    "tolerance",
+    "documents",
+    "tasks",
+    "max_over_mean",
+    "max_over_mean_home",
+    "moves",
+)
+
+
+@dataclass(frozen=True)
+class PlanArgs:
+    """Plans the documents of a list of lengths over a pool of servers, and reports the plan."""
+
+    lengths: Path
+    """File with one document length in tokens a line; blank lines are skipped."""
+    servers: int
+    """Ranks of the pool: each owns tokens, each computes core attention."""
+    tokens_per_server: int
+    """Tokens each rank owns; the first servers x tokens-per-server tokens are planned."""
+    model: str = "llama3-8b"
+    """Whose attention heads travel: llama3-8b, llama3-70b, llama-34b and others."""
+    tolerance: float = 0.05
+    """How far over the mean the most loaded server may be."""
+    json: Path | None = None
+    """Write the plan and its figures here."""
+    plot: Path | None = None
+    """Draw work per server before and after planning here (PNG)."""
+
+
+def read_lengths(path: str | Path) -> np.ndarray:
+    """Document lengths, int64 [N], of a file with one whole number a line.
+
+    ValueError names file and line where a line is anything else, or the file has no lengths.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"cannot read document lengths from {path} ({error}): pass a text file with one whole "
+            "number a line"
+        ) from error
+    lengths = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text:
+            continue
+        if not (text.isascii() and text.isdigit()) or int(text) >= 2**31:
+            raise ValueError(
+                f"{path}, line {number}: a document length is a whole number of tokens from 0 to "
+                f"{2**31 - 1}, got {text[:40]!r}: correct or remove the line"
+            )
+        lengths.append(int(text))
+    if not lengths:
+        raise ValueError(
+            f"{path} holds no document lengths: put one whole number of tokens on each line"
+        )
+    return np.array(lengths, np.int64)
+
+
+def first_tokens(lengths: np.ndarray, tokens: int) -> np.ndarray:
+    """The documents that make up the first `tokens` tokens, the last one cut; fewer are padding."""
+    ends = np.cumsum(lengths)
+    last = int(np.searchsorted(ends, tokens))
+    if last == len(ends):
+        return lengths
+    kept = lengths[: last + 1].copy()
+    kept[-1] -= ends[last] - tokens
+    return kept
+
+
+def report(plan: Plan, plan_s: float) -> dict:
+    """The figures of a plan as plain values; bytes are of one forward of one layer, bf16."""
+    bytes_in, bytes_out = plan.bytes_in(), plan.bytes_out()
+    saved = plan.to_json()
+    return {name: saved[name] for name in PLAN_FIELDS} | {
+        "plan_s": plan_s,
+        "bytes_in_mean": float(bytes_in.mean()),
+        "bytes_in_max": int(bytes_in.max()),
+        "bytes_out_max": int(bytes_out.max()),
+        "wire_bytes": plan.wire_bytes(),
+    }
+
+
+def table(plan: Plan, figures: dict, model: str) -> Table:
+    """The figures for people."""
+    peak = DEVICES["h200"].peak_flops
+    assert peak is not None
+    home, planned = plan.home_loads(), plan.loads()
+    tokens = int(plan.lengths.sum())
+    result = Table(
+        title=f"Plan of {plan.servers} servers x {plan.tokens_per_server} tokens, {model}"
+    )
+    result.add_column("figure")
+    result.add_column("home", justify="right")
+    result.add_column("planned", justify="right")
+
+    def attention_ms(loads: np.ndarray) -> str:
+        return f"{1e3 * attention_flops(plan.heads, int(loads.max())) / peak:.2f}"
+
+    def mib(value: float) -> str:
+        return f"{value / MIB:.1f}"
+
+    result.add_row("documents", "", f"{len(plan.lengths)}")
+    result.add_row("tokens", "", f"{tokens}")
+    result.add_row("padding tokens", "", f"{plan.servers * plan.tokens_per_server - tokens}")
+    result.add_row("longest document", "", f"{int(plan.lengths.max(initial=0))}")
+    result.add_row("tasks, moved", "", f"{len(plan.tasks)}, {plan.moves}")
+    result.add_row(
+        "max / mean pairs", f"{plan.max_over_mean_home:.3f}", f"{plan.max_over_mean:.3f}"
+    )
+    result.add_row("slowest server, ms at H200 peak", attention_ms(home), attention_ms(planned))
+    result.add_row("MiB in, mean", "", mib(figures["bytes_in_mean"]))
+    result.add_row("MiB in, worst", "", mib(figures["bytes_in_max"]))
+    result.add_row("MiB out, worst", "", mib(figures["bytes_out_max"]))
+    for transport, wire in figures["wire_bytes"].items():
+        result.add_row(f"MiB on the wire, {transport}", "", mib(wire))
+    result.add_row("planning, ms", "", f"{1e3 * figures['plan_s']:.1f}")
+    result.caption = "bytes: a server, one forward of one layer, bf16"
+    return result
+
+
+def plot(plan: Plan, path: str | Path) -> None:
+    """Bars of work per server, at home and planned, in units of the mean, as PNG."""
+    figure = Figure(figsize=(max(6.0, 1.5 + 0.18 * plan.servers), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    home, planned = plan.home_loads(), plan.loads()
+    mean = max(planned.mean(), 1.0)
+    server = np.arange(plan.servers)
+    axes.bar(server - 0.2, home / mean, 0.4, label=f"home, max {plan.max_over_mean_home:.2f}")
+    axes.bar(server + 0.2, planned / mean, 0.4, label=f"planned, max {plan.max_over_mean:.2f}")
+    axes.axhline(1 + plan.tolerance, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("server")
+    axes.set_ylabel("(query, key) pairs / mean")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def run(args: PlanArgs, console: Console | None = None) -> Plan:
+    """Plans, prints the table, writes JSON and plot where asked; returns the plan.
+
+    Raises ValueError for bad input, before anything is written.
+    """
+    console = console or Console()
+    shape = model_shape(args.model)
+    for name in ("servers", "tokens_per_server"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+    for path in (args.json, args.plot):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"cannot write {path}: make the folder {path.parent} first")
+    lengths = first_tokens(read_lengths(args.lengths), args.servers * args.tokens_per_server)
+
+    def timed() -> tuple[Plan, float]:
+        start = time.perf_counter()
+        plan = plan_documents(
+            lengths,
+            servers=args.servers,
+            tokens_per_server=args.tokens_per_server,
+            num_q_heads=shape.num_q_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            tolerance=args.tolerance,
+            max_document_tokens=max(int(lengths.max()), 1),
+        )
+        return plan, time.perf_counter() - start
+
+    timed()  # loads the compiled planner, which a run does once
+    plan, plan_s = timed()
+    figures = report(plan, plan_s)
+    console.print(table(plan, figures, args.model))
+    if plan.fallback_tasks:
+        console.print(f"{plan.fallback_tasks} tasks stay at home: a capacity would not hold them")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures))
+        console.print(f"wrote {args.json}")
+    if args.plot is not None:
+        plot(plan, args.plot)
+        console.print(f"wrote {args.plot}")
+    return plan

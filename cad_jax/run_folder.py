@@ -1,0 +1,63 @@
+"""The folder of one run, and who may write into it.
+
+It holds config.json, metrics.jsonl, tensorboard/, checkpoints/, loss.png, plan.png and lock.
+"""
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+from cad_jax.metrics import METRICS_FILE
+
+CHECKPOINTS = "checkpoints"
+LOCK_FILE = "lock"
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """Refuse to write over another run.
+
+    Raises:
+        ValueError: the folder holds a run and this one does not resume it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"the run folder {folder} must be a folder, and is a file; name another")
+    if not resume and _has_results(folder):
+        raise ValueError(
+            f"the run folder {folder} holds a run already, and a new run never writes over one; "
+            "add --resume to continue it, or name another with --folder"
+        )
+
+
+def _has_results(folder: Path) -> bool:
+    """Whether the folder holds a step's metrics or anything of a checkpoint."""
+    metrics, checkpoints = folder / METRICS_FILE, folder / CHECKPOINTS
+    written = metrics.exists() and metrics.stat().st_size > 0
+    return written or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def open_folder(folder: Path, resume: bool) -> IO[str]:
+    """Make the folder and lock it for this process. Close the result to unlock.
+
+    The lock ends with the process that holds it, however it ends.
+
+    Raises:
+        ValueError: the folder holds a run (without `resume`), is in use, or cannot be written.
+    """
+    check_folder(folder, resume)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK_FILE).open("w")
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be written ({error.strerror}); name another with "
+            "--folder"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ValueError(
+            f"the run folder {folder} is in use by a run that is still going; wait for it, stop it, "
+            "or name another with --folder"
+        ) from error
+    return lock

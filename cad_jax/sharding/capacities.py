@@ -1,0 +1,165 @@
+"""Capacities: from static arguments alone, or measured on plans of a run's own data.
+
+Shape letters: T tokens per server, S servers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cad_jax.sharding.cost import choose_transport
+from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.tasks import (
+    CAPACITY_FIELDS,
+    TRANSPORT_HOPS,
+    Capacities,
+    HeadShape,
+    PlanLike,
+)
+
+
+def home_capacities(
+    servers: int,
+    tokens_per_server: int,
+    heads: HeadShape,
+    max_document_tokens: int | None = None,
+    transport: str = "direct",
+) -> Capacities:
+    """The floor: capacities that hold the home plan of any documents up to the longest.
+
+    A home computes its T rows; the keys before them come from the ranks its first document began
+    on, at most min(longest, (S - 1) T) of them. No output travels.
+    """
+    longest = _longest(servers, tokens_per_server, max_document_tokens)
+    tokens = tokens_per_server
+    spanned = min(servers, -(-longest // tokens) + 1)  # ranks one document can touch
+    sent = tokens * heads.kv_units if servers > 1 else 1
+    received = max(1, min(longest, (servers - 1) * tokens) * heads.kv_units)
+    relay = transport == "relay"
+    blocks = servers if relay else 1  # a relayed atom is cut in S blocks
+    return Capacities(
+        transport=transport,
+        query_rows=tokens,
+        key_rows=min(longest, servers * tokens) + tokens,
+        dispatch_units=_per_hop(
+            relay, sent, -(-sent // servers) + 1, -(-received // servers) + spanned
+        ),
+        output_units=_per_hop(relay, 1, 1, 1),
+        dispatch_runs=_per_hop(relay, spanned, servers, servers * spanned),
+        output_runs=_per_hop(relay, 1, 1, 1),
+        assemble_runs=spanned * blocks + 2,
+        output_assemble_runs=1,
+        merge_runs=1,
+    )
+
+
+def default_capacities(
+    servers: int,
+    tokens_per_server: int,
+    heads: HeadShape,
+    max_document_tokens: int | None = None,
+    transport: str | None = None,
+) -> Capacities:
+    """Capacities from static arguments alone, roomy enough for balanced plans of real documents.
+
+    Two T query rows; keys of two longest documents and 2 T rows besides (real plans were seen to
+    need 1.7 T and less than that). Sends are bounded by a rank's own rows, each once; what a server
+    receives by its keys above and T query rows. Without `max_document_tokens` a document may fill
+    the pool; without `transport` the one of fewest predicted seconds is taken. A recipe does better
+    from plans of its own data: `capacities_from_plans`.
+    """
+    if transport is None:
+        candidates = {
+            t: default_capacities(servers, tokens_per_server, heads, max_document_tokens, t)
+            for t in TRANSPORT_HOPS
+        }
+        return candidates[choose_transport(candidates, heads, servers)]
+    floor = home_capacities(servers, tokens_per_server, heads, max_document_tokens, transport)
+    longest = _longest(servers, tokens_per_server, max_document_tokens)
+    tokens, relay = tokens_per_server, transport == "relay"
+    q_units, kv_units = tokens * heads.q_units, tokens * heads.kv_units
+    many = servers * (servers > 1)
+    keys_in = min(2 * longest + 2 * tokens, many * tokens) * heads.kv_units
+    slack = 4 * servers + 16  # relay blocks of a group differ by one unit
+    spanned = min(servers, -(-longest // tokens) + 1)
+    runs = servers * spanned + 32 * servers + tokens // 64 + 64
+    wanted = Capacities(
+        transport=transport,
+        query_rows=2 * tokens if servers > 1 else tokens,
+        key_rows=min(2 * longest + 2 * tokens, servers * tokens),
+        dispatch_units=_per_hop(
+            relay,
+            q_units + kv_units if servers > 1 else 1,
+            -(-(q_units + kv_units) // servers) + 1,
+            -(-(q_units + keys_in) // servers) + slack,
+        ),
+        output_units=_per_hop(
+            relay,
+            q_units if servers > 1 else 1,
+            -(-q_units // servers) + 1,
+            -(-q_units // servers) + slack,
+        ),
+        dispatch_runs=_per_hop(relay, runs, runs, runs),
+        output_runs=_per_hop(relay, runs, runs, runs),
+        assemble_runs=2 * runs,
+        output_assemble_runs=runs,
+        merge_runs=runs,
+    )
+    return _largest([floor, wanted])
+
+
+def capacities_from_plans(
+    plans: Sequence[PlanLike],
+    percentile: float = 99.9,
+    *,
+    max_document_tokens: int | None = None,
+    transport: str | None = None,
+) -> Capacities:
+    """Capacities that hold the given percentile of `plans`, each on its own, and any home plan.
+
+    Plan with default capacities for this. `transport`: by default the one of fewest predicted
+    seconds. `max_document_tokens`: the longest document to come; without it one may fill the pool.
+    """
+    if not plans:
+        raise ValueError("capacities_from_plans needs at least one plan, got none: plan some steps")
+    if not 0 <= percentile <= 100:
+        raise ValueError(f"percentile must be from 0 to 100, got {percentile}")
+    first = plans[0]
+    pool = first.servers, first.tokens_per_server, first.heads
+    if any((p.servers, p.tokens_per_server, p.heads) != pool for p in plans):
+        raise ValueError("plans must share servers, tokens_per_server and heads: plan them alike")
+    if transport is None:
+        candidates = {
+            t: capacities_from_plans(
+                plans, percentile, max_document_tokens=max_document_tokens, transport=t
+            )
+            for t in TRANSPORT_HOPS
+        }
+        return candidates[choose_transport(candidates, first.heads, first.servers)]
+    needs = [required_capacities(plan, transport) for plan in plans]
+
+    def enough(name: str) -> Any:
+        values = np.array([getattr(c, name) for c in needs])
+        reached = np.percentile(values, percentile, axis=0, method="higher")
+        return tuple(reached.tolist()) if reached.ndim else int(reached)
+
+    measured = Capacities(transport, **{name: enough(name) for name in CAPACITY_FIELDS})
+    return _largest([measured, home_capacities(*pool, max_document_tokens, transport)])
+
+
+def _longest(servers: int, tokens_per_server: int, max_document_tokens: int | None) -> int:
+    room = servers * tokens_per_server
+    return room if max_document_tokens is None else min(max_document_tokens, room)
+
+
+def _per_hop(relay: bool, direct: int, first: int, second: int) -> tuple[int, ...]:
+    return (first, second) if relay else (direct,)
+
+
+def _largest(choices: Sequence[Capacities]) -> Capacities:
+    def largest(name: str) -> Any:
+        values = np.array([getattr(c, name) for c in choices]).max(0)
+        return tuple(values.tolist()) if values.ndim else int(values)
+
+    return Capacities(choices[0].transport, **{name: largest(name) for name in CAPACITY_FIELDS})

@@ -1,0 +1,286 @@
+"""The exchange on the device: rows from their homes to the servers' buffers and back. Called inside
+shard_map on one rank's arrays, without a pool dim.
+
+Four phases, each a plain function: `dispatch_fwd` (q, k, v out), `combine_fwd` (out, lse home),
+`dispatch_bwd` (q, k, v, lse, d_out, delta out), `combine_bwd` (dq, dk, dv home). Rows travel as
+UNITS of g heads in an unsigned integer carrier of the element's width; float32 scalars (lse, delta:
+one per head) ride behind their unit as bit patterns, because a float carrier may quiet the bit
+patterns of signalling NaNs. Every move is a gather by index, outward and, through inverse indices,
+back; copies of one unit are summed in float32 in a fixed order. A relay's sum takes its last hop in
+the gradients' own dtype. Slack rows of every buffer are exactly zero, whatever their sources hold.
+
+A transport is the number and kind of hops in the arrays (`routing.TRANSPORTS` makes them);
+`all_to_all_rows` is the one place where data crosses between ranks. Phases take `skip_empty`: leave
+the collectives out at run time where nothing travels (cheap on CPU; on GPU a conditional costs a
+host round trip).
+
+Shape letters: T tokens (rows) of a rank, H query heads, K key/value heads, D head dim, g heads of a
+unit, S servers, C units per pair, CQ and CK rows of the query and key buffer, M partial outputs, n
+units, W carrier lanes of a unit with its scalars.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cad_jax.sharding.tables import Copies, HopTable, Tables
+from cad_jax.sharding.tables import expand as expand
+
+_CARRIERS = {2: jnp.uint16, 4: jnp.uint32}
+
+
+def all_to_all_rows(send: jax.Array, axis_names: tuple[str, ...]) -> jax.Array:
+    """One collective over the product of `axis_names`: [S, head_slices, C, W] -> same shape, where
+    S * head_slices is the size of the axes.
+
+    The block at (s, h) goes to the rank of row-major index s * head_slices + h, and the block
+    received there is from that rank. With heads sharded over the last axis and rows over all, one
+    collective takes rows x head slice straight to (server, head slice).
+    """
+    peers, head_slices, slots, lanes = send.shape
+    ranks = math.prod(lax.axis_size(axis) for axis in axis_names)
+    assert peers * head_slices == ranks, (send.shape, axis_names, ranks)
+    if not slots:
+        return send
+    flat = send.reshape(ranks, slots, lanes)
+    return lax.all_to_all(flat, axis_names, 0, 0, tiled=True).reshape(send.shape)
+
+
+def dispatch_fwd(
+    q: jax.Array, k: jax.Array, v: jax.Array, tables: Tables, axis_names: tuple[str, ...],
+    *, skip_empty: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """q [T, H, D], k and v [T, K, D] at home -> the server's q [CQ, H, D], k and v [CK, K, D], same
+    dtype.
+    """
+    lanes = _lanes(q, k, v)
+    q_units, kv_units = _to_units(q, lanes), _to_units(jnp.concatenate([k, v], axis=1), lanes)
+    (received,) = _where_anything_travels(
+        lambda: _send([((q_units, kv_units), tables.dispatch)], axis_names), tables, skip_empty
+    )
+    query = _take((q_units, received), tables.query)
+    return (
+        _from_units(query, q.dtype, q.shape[1:]),
+        *_split_kv(_take((kv_units, received), tables.key), k),
+    )
+
+
+def combine_fwd(
+    out: jax.Array, lse: jax.Array, tables: Tables, axis_names: tuple[str, ...],
+    *, skip_empty: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The server's out [CQ, H, D] and lse float32 [CQ, H] -> the home's partial outputs [M, T, H,
+    D] and lse float32 [M, T, H]; a partial that no server computed has out 0 and lse -inf.
+    """
+    num_heads, head_dim = out.shape[1:]
+    partials, tokens, q_units = tables.merge.shape
+    unit_heads = num_heads // q_units
+    lanes = unit_heads * head_dim
+    units = _with_scalars(_to_units(out, lanes), lse)
+    returned = _where_anything_travels(
+        lambda: _send_back((units,), tables.output_back, tables.output, axis_names, out.dtype),
+        tables, skip_empty,
+    )  # fmt: skip
+    merged = _take((units, returned), tables.merge.reshape(-1))
+    shape = (partials, tokens, num_heads)
+    out_home = _from_units(merged[:, :lanes], out.dtype, (head_dim,)).reshape(*shape, head_dim)
+    lse_home = _scalars(merged[:, lanes:], unit_heads)
+    nothing = (tables.merge < 0).reshape(-1, 1)
+    return out_home, jnp.where(nothing, -jnp.inf, lse_home).reshape(shape)
+
+
+def dispatch_bwd(
+    q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array, d_out: jax.Array, delta: jax.Array,
+    tables: Tables, axis_names: tuple[str, ...], *, skip_empty: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """q, d_out [T, H, D], k, v [T, K, D], lse and delta float32 [T, H] at home -> the server's q
+    [CQ, H, D], k, v [CK, K, D], lse [CQ, H], d_out [CQ, H, D], delta [CQ, H]. One collective per
+    hop carries both families.
+    """
+    lanes = _lanes(q, k, v)
+    q_units, d_units = _to_units(q, lanes), _to_units(d_out, lanes)
+    kv_units = _to_units(jnp.concatenate([k, v], axis=1), lanes)
+    q_scalars, d_scalars = _with_scalars(q_units, lse), _with_scalars(d_units, delta)
+    spare = q_scalars.shape[1] - lanes
+    streams = [
+        ((q_scalars, jnp.pad(kv_units, ((0, 0), (0, spare)))), tables.dispatch),
+        ((d_scalars,), tables.output),
+    ]
+    received, received_out = _where_anything_travels(
+        lambda: _send(streams, axis_names), tables, skip_empty
+    )
+    query = _take((q_scalars, received), tables.query)
+    query_out = _take((d_scalars, received_out), tables.query_out)
+
+    def unpack(units):
+        data = _from_units(units[:, :lanes], q.dtype, q.shape[1:])
+        return data, _scalars(units[:, lanes:], lanes // q.shape[2]).reshape(data.shape[:2])
+
+    (q_buf, lse_buf), (d_out_buf, delta_buf) = unpack(query), unpack(query_out)
+    k_buf, v_buf = _split_kv(_take((kv_units, received[:, :lanes]), tables.key), k)
+    return q_buf, k_buf, v_buf, lse_buf, d_out_buf, delta_buf
+
+
+def combine_bwd(
+    dq: jax.Array, dk: jax.Array, dv: jax.Array, tables: Tables, axis_names: tuple[str, ...],
+    *, skip_empty: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The server's dq [CQ, H, D], dk and dv [CK, K, D] -> the home's dq [T, H, D], dk and dv [T, K,
+    D]: own and received parts summed in float32, cast once.
+    """
+    lanes = _lanes(dq, dk, dv)
+    dq_units, dkv_units = _to_units(dq, lanes), _to_units(jnp.concatenate([dk, dv], axis=1), lanes)
+    hops = tables.dispatch
+
+    def travel():
+        sources = dq_units, dkv_units
+        arrived = _send_back(sources, tables.received_back, hops, axis_names, dq.dtype)
+        return sum_back(lax.bitcast_convert_type(arrived, dq.dtype), hops[0].back)
+
+    arrived = _where_anything_travels(travel, tables, skip_empty)
+
+    def total(units, own, part):
+        kept = lax.bitcast_convert_type(_take((units,), own), dq.dtype)
+        return (kept.astype(jnp.float32) + part).astype(dq.dtype)
+
+    split = len(tables.own_query_back)
+    dq_home = total(dq_units, tables.own_query_back, arrived[:split])
+    dkv_home = total(dkv_units, tables.own_key_back, arrived[split:])
+    return dq_home.reshape(-1, *dq.shape[1:]), *_split_kv(dkv_home, dk)
+
+
+def sum_back(received: jax.Array, back: jax.Array | Copies) -> jax.Array:
+    """Sum of the copies of each unit, in the order of the slots: [S*C, W] -> float32 [n, W]."""
+    if not isinstance(back, Copies):
+        return _take((received,), back).astype(jnp.float32)
+
+    def add(total, slot):
+        return total + _take((received,), slot).astype(jnp.float32), None
+
+    first, *rest = back.levels
+    total = _take((received,), first[0]).astype(jnp.float32)
+    for level in rest:
+        head, _ = lax.scan(add, total[: level.shape[1]], level)
+        total = lax.dynamic_update_slice_in_dim(total, head, 0, axis=0)
+    ranked = total.shape[0]
+    return _take((total,), jnp.where(back.place < ranked, back.place, -1))
+
+
+def _where_anything_travels(travel, tables: Tables, skip_empty: bool):
+    """travel(), or zeros of its shapes where the plan moves nothing (the same answer on all ranks)
+    and `skip_empty` asks for it.
+    """
+    if not skip_empty:
+        return travel()
+
+    def stay():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(travel))
+
+    return lax.cond(tables.travels > 0, travel, stay)
+
+
+def _send(
+    streams: Sequence[tuple[tuple[jax.Array, ...], tuple[HopTable, ...]]],
+    axis_names: tuple[str, ...],
+) -> list[jax.Array]:
+    """Units of each stream (sources, hops), all of one width, through their hops: the units
+    received, [S*C, W] each. One collective per hop.
+    """
+    at_hand = [sources for sources, _ in streams]
+    lanes = at_hand[0][0].shape[1]
+    for number in range(len(streams[0][1])):
+        sends = [hops[number].send for _, hops in streams]
+        blocks = [
+            _take(sources, send.reshape(-1)).reshape(*send.shape, lanes)
+            for sources, send in zip(at_hand, sends, strict=True)
+        ]
+        received = all_to_all_rows(jnp.concatenate(blocks, axis=1)[:, None], axis_names)[:, 0]
+        at_hand, start = [], 0
+        for send in sends:
+            stop = start + send.shape[1]
+            at_hand.append((received[:, start:stop].reshape(send.size, lanes),))
+            start = stop
+    return [received for (received,) in at_hand]
+
+
+def _send_back(
+    sources: tuple[jax.Array, ...], index: jax.Array, hops: tuple[HopTable, ...],
+    axis_names: tuple[str, ...], dtype: jnp.dtype,
+) -> jax.Array:  # fmt: skip
+    """The way back: units sources[index] in the slots they arrived in -> what the first hop's send
+    slots [S*C] get back. Ranks on the way sum copies.
+    """
+    units = _take(sources, index)
+    for number, hop in reversed(list(enumerate(hops))):
+        send = units.reshape(hop.send.shape[0], 1, hop.send.shape[1], units.shape[1])
+        units = all_to_all_rows(send, axis_names).reshape(units.shape)
+        if number == 0:
+            break
+        if isinstance(hop.back, Copies):
+            units = sum_back(lax.bitcast_convert_type(units, dtype), hop.back)
+            units = lax.bitcast_convert_type(units.astype(dtype), send.dtype)
+        else:
+            units = _take((units,), hop.back)
+    return units
+
+
+def _take(sources: Sequence[jax.Array], index: jax.Array) -> jax.Array:
+    """Rows `index` of the sources laid end to end, without laying them: [n_i, W] -> [len(index),
+    W]; zero where index is negative.
+    """
+    rows = jnp.zeros((index.shape[0], sources[0].shape[1]), sources[0].dtype)
+    start = 0
+    for source in sources:
+        stop = start + source.shape[0]
+        if start < stop:
+            here = ((index >= start) & (index < stop))[:, None]
+            rows = jnp.where(here, jnp.take(source, index - start, axis=0, mode="clip"), rows)
+        start = stop
+    return rows
+
+
+def _lanes(q: jax.Array, k: jax.Array, v: jax.Array) -> int:
+    """Elements of a unit, from q [rows, H, D], k and v [rows, K, D] of one dtype."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them"
+        )
+    return math.gcd(q.shape[1], 2 * k.shape[1]) * q.shape[2]
+
+
+def _to_units(x: jax.Array, lanes: int) -> jax.Array:
+    """[rows, heads, D] -> carrier units [rows * units per row, lanes]."""
+    width = x.dtype.itemsize
+    if width not in _CARRIERS:
+        raise ValueError(
+            f"q, k and v must have a dtype of {' or '.join(map(str, _CARRIERS))} bytes, got "
+            f"{x.dtype}: cast them to bfloat16 or float32"
+        )
+    return lax.bitcast_convert_type(x, _CARRIERS[width]).reshape(-1, lanes)
+
+
+def _from_units(units: jax.Array, dtype: jnp.dtype, shape: tuple[int, ...]) -> jax.Array:
+    return lax.bitcast_convert_type(units, dtype).reshape(-1, *shape)
+
+
+def _split_kv(units: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Units of k/v rows -> k, v [rows, K, D] in the dtype of `k`."""
+    num_heads, head_dim = k.shape[1:]
+    kv = _from_units(units, k.dtype, (2, num_heads, head_dim))
+    return kv[:, 0], kv[:, 1]
+
+
+def _with_scalars(units: jax.Array, scalars: jax.Array) -> jax.Array:
+    """Units with their heads' float32 scalars [rows, H] behind them as bit patterns: [n, W]."""
+    bits = lax.bitcast_convert_type(scalars.astype(jnp.float32), units.dtype)
+    return jnp.concatenate([units, bits.reshape(units.shape[0], -1)], axis=1)
+
+
+def _scalars(bits: jax.Array, unit_heads: int) -> jax.Array:
+    """Carrier lanes behind a unit -> float32 [n, g]."""
+    if bits.dtype.itemsize < 4:
+        bits = bits.reshape(bits.shape[0], unit_heads, 4 // bits.dtype.itemsize)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,194 @@
+"""Core attention tasks: what one server computes of one document, in words all host modules share.
+
+Documents are laid end to end in token order, padding last: document d holds the tokens
+[start[d], start[d] + length[d]); token g lives on home rank g // T at row g % T. A task is one row
+of seven int64 (columns below): the queries [q_start, q_stop) of a document against its keys
+[k_start, k_stop), causally, positions within the document. All queries of a task live on one home
+rank. Cuts the planner adds fall on multiples of TILE_ROWS within the document; rank boundaries fall
+anywhere.
+
+Shape letters: T tokens per server, S servers, N documents, n tasks.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+TILE_ROWS = 128  # query rows of a kernel tile: a shorter shard costs a whole tile
+TASK_FIELDS = ("document", "q_start", "q_stop", "k_start", "k_stop", "home", "server")
+DOCUMENT, Q_START, Q_STOP, K_START, K_STOP, HOME, SERVER = range(len(TASK_FIELDS))
+TRANSPORT_HOPS = {"direct": 1, "relay": 2}  # collectives one exchange takes
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of ONE device, after tensor parallelism.
+
+    The exchange moves units: `unit_heads` heads of one row, so that q, k and v share a buffer.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self):
+        for name in ("num_q_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and "
+                f"{self.num_kv_heads}: pass the heads of one device, with key heads replicated "
+                "where there are fewer of them than devices"
+            )
+
+    @property
+    def unit_heads(self) -> int:
+        """Heads of one exchange unit: q rows and k+v rows are both whole numbers of it."""
+        return math.gcd(self.num_q_heads, 2 * self.num_kv_heads)
+
+    @property
+    def q_units(self) -> int:
+        """Units of one query row."""
+        return self.num_q_heads // self.unit_heads
+
+    @property
+    def kv_units(self) -> int:
+        """Units of one key row (k and v together)."""
+        return 2 * self.num_kv_heads // self.unit_heads
+
+    def q_row_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of one query (or output) row; the default item is bfloat16."""
+        return self.num_q_heads * self.head_dim * itemsize
+
+    def kv_row_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of one key row, k and v together; the default item is bfloat16."""
+        return 2 * self.num_kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True)
+class Capacities:
+    """Static sizes of all that a plan fills, so that a new batch never recompiles: hard limits.
+
+    Tuples hold one value a hop. Units are exchange units (`HeadShape.unit_heads` heads of one row);
+    runs are rows of the (destination, source, units) tables.
+    """
+
+    transport: str  # "direct" (1 hop) | "relay" (2 hops)
+    query_rows: int  # rows of a server's query buffer, at least T
+    key_rows: int  # rows of a server's key buffer, at least min(longest document, S * T) + T
+    dispatch_units: tuple[int, ...]  # units one peer sends another, q and k/v together
+    output_units: tuple[int, ...]  # units of query-only rows (out returns, d_out goes out)
+    dispatch_runs: tuple[int, ...]  # runs in a rank's send table
+    output_runs: tuple[int, ...]
+    assemble_runs: int  # runs in a server's assembly table, query and key buffer
+    output_assemble_runs: int
+    merge_runs: int  # runs per partial in a home's merge table
+    partials: int = 1  # partial outputs per query row at home (more with key sub-ranges)
+
+    def __post_init__(self):
+        if self.transport not in TRANSPORT_HOPS:
+            raise ValueError(
+                f"transport must be one of {', '.join(TRANSPORT_HOPS)}, got {self.transport!r}"
+            )
+        hops = TRANSPORT_HOPS[self.transport]
+        for name, value in self.items():
+            if np.any(np.asarray(value) < 0):
+                raise ValueError(f"capacity {name} must not be negative, got {value}")
+            if isinstance(value, tuple) and len(value) != hops:
+                raise ValueError(
+                    f"capacity {name} needs {hops} values for transport {self.transport!r}, "
+                    f"got {value}"
+                )
+
+    def items(self) -> list[tuple[str, int | tuple[int, ...]]]:
+        """Every limit as (name, value), in the order of the fields."""
+        return [(name, getattr(self, name)) for name in CAPACITY_FIELDS]
+
+    def flat(self) -> dict[str, int]:
+        """Every limit as one integer; those per hop get `_hop1`, `_hop2`."""
+        flat = {}
+        for name, value in self.items():
+            if isinstance(value, tuple):
+                flat.update({f"{name}_hop{i + 1}": v for i, v in enumerate(value)})
+            else:
+                flat[name] = value
+        return flat
+
+    def holds(self, needed: "Capacities") -> bool:
+        """Whether every limit is at least what `needed` states (same transport)."""
+        return not self.exceeded(needed)
+
+    def exceeded(self, needed: "Capacities") -> dict[str, tuple[int, int]]:
+        """The limits that `needed` exceeds, as name -> (limit, needed)."""
+        assert self.transport == needed.transport, (self.transport, needed.transport)
+        wants = needed.flat()
+        return {n: (c, wants[n]) for n, c in self.flat().items() if wants[n] > c}
+
+
+CAPACITY_FIELDS = tuple(n for n in Capacities.__dataclass_fields__ if n != "transport")
+
+
+class PlanLike(Protocol):
+    """What routing and layout read of a plan."""
+
+    @property
+    def servers(self) -> int: ...
+    @property
+    def tokens_per_server(self) -> int: ...
+    @property
+    def lengths(self) -> np.ndarray: ...
+    @property
+    def tasks(self) -> np.ndarray: ...
+    @property
+    def heads(self) -> HeadShape: ...
+    @property
+    def capacities(self) -> Capacities: ...
+
+
+def causal_pairs(q_start, q_stop, k_start, k_stop):
+    """(query, key) pairs with query in [q_start, q_stop), key in [k_start, k_stop), key <= query.
+
+    Vectorised, int64. Below a key x the queries [a, b) see sum_q min(q + 1, x): a ramp up to row
+    m = clip(x, a, b), then x each. Over the whole causal prefix: (b(b+1) - a(a+1)) / 2.
+    """
+    a, b = np.asarray(q_start, np.int64), np.asarray(q_stop, np.int64)
+
+    def below(x):
+        m = np.minimum(np.maximum(x, a), b)
+        return (m * (m + 1) - a * (a + 1)) // 2 + (b - m) * x
+
+    return below(np.asarray(k_stop, np.int64)) - below(np.asarray(k_start, np.int64))
+
+
+def document_starts(lengths: np.ndarray) -> np.ndarray:
+    """Global token index of each document's first token, int64 [N]."""
+    lengths = np.asarray(lengths, np.int64)
+    return np.cumsum(lengths) - lengths
+
+
+def home_tasks(lengths: np.ndarray, tokens_per_server: int) -> np.ndarray:
+    """Tasks of the home plan, int64 [n, 7], in token order: cuts at rank boundaries alone."""
+    lengths = np.asarray(lengths, np.int64)
+    starts = document_starts(lengths)
+    first = starts // tokens_per_server
+    pieces = np.where(lengths > 0, (starts + lengths - 1) // tokens_per_server - first + 1, 0)
+    document = np.repeat(np.arange(len(lengths)), pieces)
+    nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    home = first[document] + nth
+    start = starts[document]
+    tasks = np.zeros((len(document), len(TASK_FIELDS)), np.int64)
+    tasks[:, DOCUMENT] = document
+    tasks[:, Q_START] = np.maximum(home * tokens_per_server - start, 0)
+    tasks[:, Q_STOP] = np.minimum((home + 1) * tokens_per_server - start, lengths[document])
+    tasks[:, K_STOP] = tasks[:, Q_STOP]
+    tasks[:, HOME] = tasks[:, SERVER] = home
+    return tasks
+
+
+def sort_tasks(tasks: np.ndarray) -> np.ndarray:
+    """Tasks in the one order every host agrees on: server, document, q_start, k_start."""
+    keys = (tasks[:, K_START], tasks[:, Q_START], tasks[:, DOCUMENT], tasks[:, SERVER])
+    return np.ascontiguousarray(tasks[np.lexsort(keys)])

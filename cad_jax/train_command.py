@@ -1,0 +1,69 @@
+"""`cad-jax train`: a recipe, overrides of single fields, and which process this is."""
+
+import dataclasses
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any, Union
+
+import tyro
+
+from cad_jax.config import RunConfig
+from cad_jax.launch import launch
+from cad_jax.processes import PlanDisagreementError, ProcessConfig, start_devices
+from cad_jax.recipes import RECIPES
+from cad_jax.train import NonFiniteLossError
+
+USER_ERROR, RUN_STOPPED = 2, 1  # exit codes
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """A run as the command line describes it."""
+
+    config: RunConfig
+    resume: bool
+    process: ProcessConfig
+
+
+def parse(arguments: list[str]) -> TrainArgs:
+    """The arguments after `cad-jax train`. Exits with code 2 and a message if they are wrong."""
+    recipes = tuple(
+        Annotated[
+            RunConfig,
+            tyro.conf.subcommand(
+                name, default=recipe(), description=inspect.getdoc(recipe), prefix_name=False
+            ),
+        ]
+        for name, recipe in RECIPES.items()
+    )
+    fields: list[Any] = [
+        ("config", Annotated[Union[recipes], tyro.conf.arg(name="")]),  # noqa: UP007
+        ("resume", tyro.conf.FlagCreatePairsOff[bool], False),
+        ("process", tyro.conf.OmitArgPrefixes[ProcessConfig], ProcessConfig()),
+    ]
+    shape = dataclasses.make_dataclass("TrainArgs", fields, frozen=True)
+    parsed = tyro.cli(
+        shape,
+        prog="cad-jax train",
+        description="Train by a recipe: `cad-jax train debug_cpu8`. Every field of its "
+        "configuration can be overridden; `cad-jax train RECIPE --help` lists them.",
+        args=arguments,
+        config=(tyro.conf.CascadeSubcommandArgs, tyro.conf.AvoidSubcommands),
+    )
+    return TrainArgs(parsed.config, parsed.resume, parsed.process)
+
+
+def main(arguments: list[str]) -> int:
+    """Run `cad-jax train`; returns the exit code."""
+    args = parse(arguments)
+    try:
+        start_devices(args.process, args.config.mesh.devices, args.config.mesh.platform)
+        launch(args.config, resume=args.resume)
+    except ValueError as error:
+        print(f"cad-jax train: {error}", file=sys.stderr)
+        return USER_ERROR
+    except (NonFiniteLossError, PlanDisagreementError) as error:
+        print(f"cad-jax train: {error}", file=sys.stderr)
+        return RUN_STOPPED
+    return 0

@@ -1,0 +1,249 @@
+"""Seconds per training step of every strategy: two processes, one core each, one run.
+
+    python experiments/real_time.py [--batches 8] [--out experiments/results/real_time_cpu.csv]
+
+Two processes of `jax.distributed` (gloo), each pinned to one core, hold one device each of a mesh of
+two servers. For each mix of documents every strategy has its own compiled step of the same model;
+all strategies run every batch in turn, so that a drift of the machine meets them alike. Reported:
+the median of a strategy's seconds and, batch by batch, the ratio of its seconds to those of cad,
+with a bootstrap 95% interval of the median ratio. The CSV holds every single time.
+"""
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cad_jax.attention.strategies import make_strategy
+from cad_jax.data import DataConfig, DocumentBatches, document_positions, next_token_targets
+from cad_jax.feed import local_ranks, place_ranks, place_whole
+from cad_jax.model_config import LlamaConfig
+from cad_jax.optimizer import OptimizerConfig
+from cad_jax.processes import ProcessConfig, start_devices
+from cad_jax.sharding.mesh import make_mesh
+from cad_jax.train_step import Batch, TrainStep, stack_microbatches
+
+SERVERS = 2
+FIELDS = (
+    "date",
+    "hardware",
+    "mix",
+    "tokens_per_server",
+    "batch",
+    "home_max_over_mean",
+    "cad_max_over_mean",
+    "strategy",
+    "step_s",
+)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Documents of one comparison, and who takes part in it."""
+
+    name: str
+    tokens_per_server: int
+    strategies: tuple[str, ...]
+
+
+BLOCKWISE = ("cad", "home", "all_gather", "ring", "native")
+DENSE = ("cad", "native_dense")  # the dense masked form does not fit at 8K tokens a server
+MIXES = tuple(
+    Mix(name, tokens, strategies)
+    for tokens, strategies in ((8192, BLOCKWISE), (4096, DENSE))
+    for name in ("equal", "stdlib", "one_long")
+)
+
+
+def lengths_of(mix: Mix, batches: int) -> list[np.ndarray]:
+    """Document lengths of each batch, int64, at most SERVERS * tokens_per_server tokens each."""
+    tokens = SERVERS * mix.tokens_per_server
+    if mix.name == "equal":
+        return [np.full(16, tokens // 16)] * batches
+    if mix.name == "one_long":
+        return [np.asarray([tokens // 2] + [64] * (tokens // 2 // 64))] * batches
+    data = DocumentBatches(DataConfig(max_piece_tokens=tokens // 2), tokens)
+    return data.sample_lengths(batches)
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One of the two processes; process 0 writes the CSV."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[args.process_id]})
+    start_devices(ProcessConfig(SERVERS, f"localhost:{args.port}", args.process_id), SERVERS, "cpu")
+    mesh = make_mesh(dp=SERVERS)
+    ranks = local_ranks(mesh)
+    model = LlamaConfig(
+        vocab_size=264,
+        embedding_dim=256,
+        num_layers=2,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        ffn_dim=768,
+        tied_embeddings=True,
+        dtype="float32",
+    )
+    rng = np.random.default_rng(0)
+    rows = []
+    for mix in MIXES:
+        if args.mix and mix.name not in args.mix:
+            continue
+        batches = lengths_of(mix, args.batches)
+        tokens = SERVERS * mix.tokens_per_server
+        runs = {}
+        for name in mix.strategies:
+            strategy = make_strategy(
+                name,
+                servers=SERVERS,
+                tokens_per_server=mix.tokens_per_server,
+                heads=model.head_shape(1),
+                sample_lengths=batches,
+                kernel="auto" if name == "native_dense" else "xla",
+            )
+            step = TrainStep(model, mesh, strategy, OptimizerConfig())
+            runs[name] = (strategy, step, step.init(0))
+        barrier = jax.jit(jnp.sum)
+        for number in range(-1, len(batches)):  # -1 compiles
+            lengths = batches[max(number, 0)]
+            ids = rng.integers(0, 256, tokens).astype(np.int32)
+            targets, weights = next_token_targets(ids, lengths)
+            batch = Batch(ids, document_positions(lengths, tokens), targets, weights)
+            figures, seconds = {}, {}
+            turn = max(number, 0) % len(mix.strategies)
+            for name in mix.strategies[turn:] + mix.strategies[:turn]:
+                strategy, step, state = runs[name]
+                prepared = strategy.prepare(lengths, ranks=ranks)
+                stacked, arrays = stack_microbatches([batch], [prepared.order], [prepared.arrays])
+                sharding = step.batch_sharding
+                placed = jax.tree.map(lambda x, s=sharding: place_whole(x, s), stacked)
+                arrays = jax.tree.map(lambda x, s=sharding: place_ranks(x, s, ranks), arrays)
+                jax.block_until_ready(barrier(placed.weights))
+                start = time.perf_counter()
+                state, metrics = jax.block_until_ready(step.step(state, placed, arrays))
+                seconds[name] = time.perf_counter() - start
+                figures[name] = prepared.figures
+                runs[name] = (strategy, step, state)
+            if number < 0 or args.process_id:
+                continue
+            shown = ", ".join(f"{n} {seconds[n]:.2f}" for n in mix.strategies)
+            print(f"{mix.name} {mix.tokens_per_server} batch {number}: {shown} s", flush=True)
+            rows += [
+                {
+                    "date": datetime.date.today().isoformat(),
+                    "hardware": args.hardware,
+                    "mix": mix.name,
+                    "tokens_per_server": mix.tokens_per_server,
+                    "batch": number,
+                    "home_max_over_mean": round(figures["cad"].max_over_mean_home, 4),
+                    "cad_max_over_mean": round(figures["cad"].max_over_mean, 4),
+                    "strategy": name,
+                    "step_s": round(seconds[name], 5),
+                }
+                for name in mix.strategies
+            ]
+    jax.distributed.shutdown()
+    if not args.process_id:
+        with open(args.out, "w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def median_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
+    """Median with its bootstrap 95% interval."""
+    picks = np.random.default_rng(seed).integers(0, len(values), (4000, len(values)))
+    medians = np.median(values[picks], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(np.median(values)), float(low), float(high)
+
+
+def table(path: Path) -> str:
+    """The Markdown table of a CSV."""
+    rows = list(csv.DictReader(path.open()))
+    lines = [
+        "| mix | tokens a server | home max/mean, median | strategy | median s | over cad, median (95%) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for mix in dict.fromkeys((r["mix"], r["tokens_per_server"]) for r in rows):
+        mine = [r for r in rows if (r["mix"], r["tokens_per_server"]) == mix]
+        seconds = {
+            s: np.asarray([float(r["step_s"]) for r in mine if r["strategy"] == s])
+            for s in dict.fromkeys(r["strategy"] for r in mine)
+        }
+        home = np.median([float(r["home_max_over_mean"]) for r in mine])
+        for name, values in seconds.items():
+            ratio = "{:.2f} ({:.2f} to {:.2f})".format(*median_interval(values / seconds["cad"]))
+            lines.append(
+                f"| {mix[0]} | {mix[1]} | {home:.2f} | {name} | {np.median(values):.2f} | {ratio} |"
+            )
+    return "\n".join(lines)
+
+
+def hardware() -> str:
+    """The processor's name and the cores used."""
+    info = Path("/proc/cpuinfo")
+    names = [
+        line.partition(":")[2].strip()
+        for line in (info.read_text().splitlines() if info.exists() else [])
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else platform.processor()}, {SERVERS} processes, one core each"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, default=8, help="batches of each mix")
+    parser.add_argument("--mix", nargs="*", choices=("equal", "stdlib", "one_long"))
+    parser.add_argument("--out", default="experiments/results/real_time_cpu.csv")
+    parser.add_argument("--process-id", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--hardware", default=hardware(), help="what the CSV says of the machine")
+    args = parser.parse_args()
+    if args.process_id is not None:
+        worker(args)
+        return
+    if len(os.sched_getaffinity(0)) < SERVERS:
+        sys.exit(
+            f"this experiment pins {SERVERS} processes to a core each: it needs {SERVERS} cores"
+        )
+    lengths_of(Mix("stdlib", 8192, ()), 1)  # builds the token store before the clock runs
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile("w+") as errors:
+        children = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    __file__,
+                    *sys.argv[1:],
+                    "--process-id",
+                    str(i),
+                    "--port",
+                    str(port),
+                ],
+                stderr=errors,
+            )
+            for i in range(SERVERS)
+        ]
+        failed = any([child.wait() for child in children])
+        if failed:
+            errors.seek(0)
+            sys.exit(errors.read())
+    print(table(Path(args.out)))
+
+
+if __name__ == "__main__":
+    main()

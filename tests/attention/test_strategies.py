@@ -1,0 +1,155 @@
+"""Strategies on the host: token order, figures, digests, refusals; and what XLA makes of `native`."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from generators import awkward_lengths, long_tailed_lengths
+from strategy_cases import COMPILER_OPTIONS, Case, make_inputs, mesh_of, run, strategy_of
+
+from cad_jax.attention.head_tail import head_tail
+from cad_jax.attention.strategies import STRATEGIES, make_strategy
+from cad_jax.sharding.tasks import HeadShape
+
+HEADS = HeadShape(8, 2, 64)
+
+
+def documents_of(lengths, tokens: int) -> np.ndarray:
+    """Document of each token, -1 for padding."""
+    document = np.full(tokens, -1)
+    document[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+    return document
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 8])
+def test_head_tail_order(servers: int) -> None:
+    tokens_per_server = 151
+    tokens = servers * tokens_per_server
+    mixes = [long_tailed_lengths(np.random.default_rng(seed), tokens) for seed in range(20)]
+    for lengths in [*mixes, *awkward_lengths(tokens).values()]:
+        placed = head_tail(lengths, servers, tokens_per_server)
+        assert sorted(placed.order) == list(range(tokens))
+        ranks = placed.order.reshape(servers, tokens_per_server)
+        assert (np.diff(ranks, axis=1) > 0).all()
+        document = documents_of(lengths, tokens)
+        for token, low, high in zip(*placed, strict=True):
+            keys = np.flatnonzero(document[: token + 1] == document[token])
+            seen = [] if document[token] < 0 else list(keys)
+            assert list(range(low, high)) == seen
+
+
+def test_head_tail_balances_every_document_by_itself() -> None:
+    """Beyond the fewer than 2 S rows that are dealt one by one, all ranks have equal work."""
+    lengths, servers = np.array([4000, 96, 1000]), 4
+    placed = head_tail(lengths, servers, 1400)
+    pairs = (placed.k_hi - placed.k_lo).reshape(servers, -1).sum(axis=1)
+    assert pairs.max() - pairs.min() <= sum(2 * lengths)
+    home = np.concatenate([np.arange(n) + 1 for n in lengths] + [np.zeros(504, int)])
+    assert pairs.sum() == home.sum()
+    assert home.reshape(servers, -1).sum(axis=1).max() > 1.5 * pairs.max()
+
+
+def test_head_tail_refuses_too_many_tokens() -> None:
+    with pytest.raises(ValueError, match=r"2 x 8 = 16 tokens\), but they hold 17; pack fewer"):
+        head_tail([10, 7], 2, 8)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_figures_count_what_really_falls_on_ranks(name: str) -> None:
+    servers, tokens_per_server = 4, 512
+    lengths = np.array([1500, 0, 30, 200, 7])
+    strategy = make_strategy(
+        name, servers=servers, tokens_per_server=tokens_per_server, heads=HEADS
+    )
+    prepared = strategy.prepare(lengths)
+    document = documents_of(lengths, servers * tokens_per_server)
+    cost = np.concatenate([np.arange(n) + 1 for n in lengths] + [np.zeros((document < 0).sum())])
+    home = cost.reshape(servers, -1).sum(axis=1)
+    figures = prepared.figures
+    assert figures.max_over_mean_home == pytest.approx(home.max() / home.mean())
+    assert figures.max_over_mean == pytest.approx(prepared.pairs.max() / prepared.pairs.mean())
+    assert prepared.pairs.sum() == home.sum()
+    if name in ("home", "native", "native_dense"):
+        assert figures.max_over_mean == figures.max_over_mean_home
+    else:
+        assert figures.max_over_mean < 1.3 < figures.max_over_mean_home
+    if name in ("cad", "home"):
+        assert 0 < figures.exchange_bytes_mean < figures.exchange_bytes_max < figures.wire_bytes
+        assert max(figures.capacity_used.values()) <= 1
+    else:
+        # Three other ranks' keys and values, bfloat16.
+        gathered = 3 * tokens_per_server * 2 * HEADS.num_kv_heads * HEADS.head_dim * 2
+        assert figures[3:6] == (gathered, gathered, gathered)
+    assert prepared.digest == strategy.prepare(lengths).digest
+    assert prepared.digest != strategy.prepare(lengths[::-1]).digest
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_host_may_build_its_own_ranks_alone(name: str) -> None:
+    strategy = make_strategy(name, servers=4, tokens_per_server=512, heads=HEADS)
+    whole, part = (strategy.prepare(np.array([1500, 40]), ranks) for ranks in (None, [1, 3]))
+    for x, y in zip(jax.tree.leaves(whole.arrays), jax.tree.leaves(part.arrays), strict=True):
+        np.testing.assert_array_equal(x[[1, 3]], y)
+    assert part.digest == whole.digest
+
+
+@pytest.mark.parametrize("name", ["cad", "home"])
+def test_capacities_from_samples(name: str) -> None:
+    shape = {"servers": 4, "tokens_per_server": 512, "heads": HEADS, "max_document_tokens": 1500}
+    sample = [np.array([1500, 30, 200]), np.array([800, 900, 7])]
+    roomy = make_strategy(name, **shape)
+    measured = make_strategy(name, sample_lengths=sample, **shape)
+    assert (
+        measured.prepare(sample[0]).figures.wire_bytes
+        <= roomy.prepare(sample[0]).figures.wire_bytes
+    )
+    for lengths in sample:
+        assert measured.prepare(lengths).figures.fallback_tasks == 0
+
+
+def test_refusals() -> None:
+    def make(name, **settings):
+        return make_strategy(name, servers=2, tokens_per_server=64, heads=HEADS, **settings)
+
+    with pytest.raises(ValueError, match=r"strategy must be one of cad, home, .*, got 'ulysses'"):
+        make("ulysses")
+    for name, kernel in (("native", "triton"), ("native_dense", "xla")):
+        with pytest.raises(ValueError, match=rf"strategy {name} .* use kernel"):
+            make(name, kernel=kernel)
+
+
+def while_bodies(text: str) -> dict[str, list[str]]:
+    """Lines of every computation of an HLO module that runs inside a loop."""
+    computations, name = {}, ""
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+            computations[name] = []
+        elif name:
+            computations[name].append(line)
+    todo = re.findall(r"(?:body|condition)=%?([\w.\-]+)", text)
+    inside = {}
+    while todo:
+        name = todo.pop()
+        if name in computations and name not in inside:
+            inside[name] = computations[name]
+            todo += re.findall(r"=%?([\w.\-]+)", "\n".join(inside[name]))
+    return inside
+
+
+def test_native_has_no_collective_inside_a_loop() -> None:
+    """All ranks take the same number of steps, known beforehand: nothing to agree on along the way."""
+    case = Case("native", "xla", 4, 2, (4, 2), 16, "float32")
+    strategy = strategy_of(case, 128)
+    prepared = strategy.prepare(np.array([300, 50, 100]))
+    inputs = make_inputs([450], 512, case.heads, case.head_dim, "float32")
+    step = run(strategy, mesh_of(case), *case.heads)
+    text = step.lower(*inputs, prepared.arrays).compile(COMPILER_OPTIONS).as_text()
+    collective = re.compile(
+        r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\("
+    )
+    inside = while_bodies(text)
+    assert len(inside) >= 4
+    assert not any(collective.search(line) for lines in inside.values() for line in lines)
+    assert len(re.findall(r" all-gather(?:-start)?\(", text)) >= 2

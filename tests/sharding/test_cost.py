@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+
+from cad_jax.sharding.capacities import default_capacities
+from cad_jax.sharding.cost import (
+    DEVICES,
+    MODELS,
+    attention_backward_flops,
+    attention_flops,
+    choose_transport,
+    exchange_s,
+    find_device,
+    link_bytes_s,
+    max_over_mean,
+    model_shape,
+)
+from cad_jax.sharding.tasks import TRANSPORT_HOPS, Capacities, HeadShape
+
+
+def test_attention_flops_are_two_and_five_matmuls():
+    heads = HeadShape(4, 2, 8)
+    queries, keys = 3, 5
+    matmul = 2 * queries * keys * 8 * 4  # a multiply and an add, each head
+    assert attention_flops(heads, queries * keys) == 2 * matmul
+    assert attention_backward_flops(heads, queries * keys) == 5 * matmul
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama2-7b", 6.738), ("llama3-8b", 8.030), ("llama3-70b", 70.554)]
+)
+def test_model_shapes_add_up_to_the_published_parameters(name, billions):
+    model = MODELS[name]
+    layers = model.num_layers * (model.linear_flops(1) // 2 + 2 * model.embedding_dim)
+    embeddings = 2 * model.vocab_size * model.embedding_dim + model.embedding_dim
+    assert (layers + embeddings) / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_heads_of_one_device():
+    model = model_shape("llama3-8b")
+    assert model.heads() == HeadShape(32, 8, 128)
+    assert model.heads(8) == HeadShape(4, 1, 128)
+    assert model.heads(16) == HeadShape(2, 1, 128)
+    with pytest.raises(ValueError, match="32 query heads, which tp = 3 does not divide"):
+        model.heads(3)
+    with pytest.raises(ValueError, match="model must be one of .*llama3-8b.*, got 'llama9'"):
+        model_shape("llama9")
+
+
+def test_devices_are_found_by_their_kind():
+    for kind, name in (("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("cpu", "cpu")):
+        assert find_device(kind) is DEVICES[name]
+    assert find_device("NVIDIA A100-SXM4-80GB") is DEVICES["a100"]
+    assert find_device("TPU v5") is None
+    assert find_device("NVIDIA H20") is None
+
+
+def test_an_exchange_takes_its_wire_bytes_over_the_link_and_latency_a_hop():
+    heads, h200 = HeadShape(8, 1, 16), DEVICES["h200"]  # units of 2 heads: 64 bytes
+    capacities = Capacities("relay", 8, 8, (3, 4), (5, 6), (1, 1), (1, 1), 1, 1, 1)
+    wire = 4 * (7 * 64 + 11 * (64 + 8))  # lse travels with the output, four bytes a head
+    seconds = wire / h200.within_node_bytes_s + 4 * h200.hop_latency_s
+    assert exchange_s(capacities, heads, 4, h200) == pytest.approx(seconds)
+    assert link_bytes_s(h200, 8) == h200.within_node_bytes_s
+    assert link_bytes_s(h200, 4, tp=4) == h200.between_nodes_bytes_s
+
+
+def test_small_pools_exchange_directly_and_large_ones_by_relay():
+    heads = HeadShape(32, 8, 128)
+
+    def chosen(servers):
+        candidates = {
+            t: default_capacities(servers, 65536, heads, 131072, t) for t in TRANSPORT_HOPS
+        }
+        return choose_transport(candidates, heads, servers)
+
+    assert [chosen(s) for s in (1, 2, 8, 32, 64)] == ["direct"] * 2 + ["relay"] * 3
+
+
+def test_max_over_mean_without_work_is_one():
+    assert max_over_mean(np.array([3, 1])) == 1.5
+    assert max_over_mean(np.array([0, 0])) == 1.0

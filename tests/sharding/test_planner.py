@@ -1,0 +1,253 @@
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cad_jax.sharding.balance import floor_sqrt, start_for, stop_for
+from cad_jax.sharding.capacities import capacities_from_plans, home_capacities
+from cad_jax.sharding.plan import Plan
+from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.tasks import (
+    HOME,
+    Q_START,
+    Q_STOP,
+    SERVER,
+    TILE_ROWS,
+    HeadShape,
+    document_starts,
+)
+from tests.generators import REAL_LENGTH_LISTS, REAL_LENGTHS_DIR, awkward_lengths, real_batches
+
+MIB = 2**20
+# MiB in per server for q and out, for keys, and of the worst server: means over six batches that a
+# plain greedy (keys resident, most pairs per marginal byte, most to least loaded) reaches at 0.05.
+PLAIN_GREEDY_MIB = {
+    ("pretrain_128k", 8): (125, 248, 589),
+    ("pretrain_128k", 32): (137, 271, 827),
+    ("mixed_128k", 8): (151, 324, 706),
+    ("mixed_128k", 32): (160, 329, 1060),
+    ("pretrain_512k", 8): (130, 494, 876),
+    ("pretrain_512k", 32): (164, 1014, 2206),
+    ("mixed_512k", 8): (90, 423, 718),
+    ("mixed_512k", 32): (177, 1269, 2750),
+}
+
+
+def plan_of(lengths, servers=4, tokens=512, heads=(4, 1, 8), **options) -> Plan:
+    return plan_documents(
+        lengths, servers=servers, tokens_per_server=tokens, num_q_heads=heads[0],
+        num_kv_heads=heads[1], head_dim=heads[2], **options,
+    )  # fmt: skip
+
+
+def allowed(plan: Plan) -> float:
+    """The bound the planner promises: (1 + tolerance), or list scheduling's with 128-row cuts."""
+    mean = plan.lengths.astype(float) @ (plan.lengths + 1) / 2 / plan.servers
+    longest = int(plan.lengths.max(initial=0))
+    piece = sum(range(max(longest - TILE_ROWS, 0) + 1, longest + 1))
+    if not mean:
+        return 1.0
+    return max(1 + plan.tolerance, 1 + (1 - 1 / plan.servers) * piece / mean)
+
+
+def check_promises(plan: Plan) -> None:
+    plan.check()
+    assert plan.fallback_tasks == 0
+    assert plan.max_over_mean <= min(allowed(plan), plan.max_over_mean_home) + 1e-9
+    home = Plan(
+        plan.servers, plan.tokens_per_server, plan.lengths, plan.tasks, plan.tolerance, plan.heads,
+        plan.capacities,
+    )  # fmt: skip
+    if home.max_over_mean_home <= 1 + plan.tolerance:
+        assert plan.moves == 0
+    starts = document_starts(plan.lengths)
+    for d, q_start, q_stop, *_ in plan.tasks.tolist():
+        for position in (q_start, q_stop):
+            on_rank_boundary = (starts[d] + position) % plan.tokens_per_server == 0
+            assert position % TILE_ROWS == 0 or on_rank_boundary or position == plan.lengths[d]
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(
+    servers=st.integers(1, 9),
+    tokens=st.sampled_from([1, 7, 100, 128, 500, 1024, 3000]),
+    tolerance=st.sampled_from([0.0, 0.01, 0.05, 0.3]),
+    transport=st.sampled_from(["direct", "relay"]),
+    data=st.data(),
+)
+def test_any_lengths_are_balanced_and_exact(servers, tokens, tolerance, transport, data):
+    lengths, room = [], servers * tokens
+    while room and len(lengths) < 40 and data.draw(st.integers(0, 12)):
+        scale = data.draw(st.sampled_from([1, 50, 600, 20000]))
+        lengths.append(min(data.draw(st.integers(0, scale)), room))
+        room -= lengths[-1]
+    plan = plan_of(lengths, servers, tokens, tolerance=tolerance, transport=transport)
+    check_promises(plan)
+
+
+@pytest.mark.parametrize("name", list(awkward_lengths(2048)))
+def test_awkward_lengths(name):
+    plan = plan_of(awkward_lengths(2048)[name])
+    check_promises(plan)
+    if name in ("equal", "all_padding", "only_empty_documents", "single_tokens"):
+        assert plan.moves == 0 and plan.bytes_in().sum() == 0
+
+
+def test_one_document_spreads_over_the_pool():
+    plan = plan_of([8 * 4096], 8, 4096, tolerance=0.05)
+    check_promises(plan)
+    assert np.count_nonzero(plan.loads()) == 8
+
+
+def test_equal_documents_over_several_ranks_ask_for_no_more_than_home():
+    plan = plan_of([1024, 1024], 2, 1024)
+    assert plan.moves == 0 and plan.bytes_in().sum() == 0
+
+
+def test_keys_a_server_holds_draw_the_work():
+    """Rank 1 holds the document's tail and so its whole prefix; ranks 2 and 3 hold nothing of it.
+
+    The first 1,024 queries cost rank 1 no key; a second server would fetch every key again.
+    """
+    plan = plan_of([2048, 512], 2, 2048, tolerance=0.1)
+    assert plan.moves == 1
+    moved = plan.tasks[plan.tasks[:, HOME] != plan.tasks[:, SERVER]][0]
+    # The cheapest contiguous shard of the work lies inside the document, not at its end: its keys
+    # are 2 * (q + out units) / (k and v units) + 1 = 5 times its queries.
+    queries = moved[Q_STOP] - moved[Q_START]
+    assert abs(moved[Q_STOP] - 5 * queries) < 6 * TILE_ROWS
+
+
+needs_lists = pytest.mark.skipif(not REAL_LENGTHS_DIR.is_dir(), reason="no real length lists here")
+
+
+@needs_lists
+@pytest.mark.parametrize(("name", "servers"), list(PLAIN_GREEDY_MIB))
+def test_real_documents_travel_less_than_under_a_plain_greedy(name, servers):
+    longest = 131072 if name.endswith("128k") else 524288
+    figures = []
+    for lengths in real_batches(name, servers * 65536, 6):
+        plan = plan_of(lengths, servers, 65536, (32, 8, 128), max_document_tokens=longest)
+        check_promises(plan)
+        rows = plan.travelling_rows()
+        figures.append(
+            (
+                (rows.query_rows_in * plan.heads.q_row_bytes()).mean() / MIB,
+                (rows.key_rows_in * plan.heads.kv_row_bytes()).mean() / MIB,
+                plan.bytes_in().max() / MIB,
+            )
+        )
+    query, key, worst = np.mean(figures, 0)
+    plain_query, plain_key, plain_worst = PLAIN_GREEDY_MIB[name, servers]
+    assert query + key <= 0.96 * (plain_query + plain_key)
+    assert worst <= plain_worst
+
+
+@needs_lists
+@pytest.mark.parametrize("name", REAL_LENGTH_LISTS)
+def test_measured_capacities_need_no_fallback(name):
+    """As a recipe does: capacities from the first plans, then every batch within them."""
+    heads, longest = (32, 8, 128), 131072 if name.endswith("128k") else 524288
+    batches = real_batches(name, 8 * 65536, 200)
+    plans = [plan_of(b, 8, 65536, heads, max_document_tokens=longest) for b in batches]
+    assert len(plans) >= 5 and not any(plan.fallback_tasks for plan in plans)
+    capacities = capacities_from_plans(plans, max_document_tokens=longest)
+    for lengths in batches:
+        plan = plan_of(lengths, 8, 65536, heads, capacities=capacities, max_document_tokens=longest)
+        assert plan.fallback_tasks == 0
+        assert capacities.holds(required_capacities(plan, capacities.transport))
+        assert plan.max_over_mean <= allowed(plan) + 1e-9
+
+
+def test_tight_capacities_fall_back_and_say_so():
+    lengths = [1500, 20, 300, 1]
+    heads = HeadShape(4, 1, 8)
+    free = plan_of(lengths)
+    assert free.moves and not free.fallback_tasks
+    for transport in ("direct", "relay"):
+        floor = home_capacities(4, 512, heads, 1500, transport)
+        plan = plan_of(lengths, capacities=floor, max_document_tokens=1500)
+        plan.check()
+        assert plan.fallback_tasks > 0 and plan.max_over_mean <= plan.max_over_mean_home
+        assert f"{plan.fallback_tasks} fell back" in repr(plan)
+
+
+@pytest.mark.parametrize("transport", ["direct", "relay"])
+def test_a_plan_beyond_a_capacity_is_repaired_before_it_falls_back(transport):
+    """Each capacity in turn halfway between what the home plan and the free plan need."""
+    lengths = [4000, 20, 300, 1]
+    free = plan_of(lengths, 8, 1024, transport=transport)
+    heads = HeadShape(4, 1, 8)
+    home = home_capacities(8, 1024, heads, 4000, transport)
+    need = required_capacities(free, transport)
+    for name, limit in free.capacities.items():
+        low, high = np.array(getattr(home, name)), np.array(getattr(need, name))
+        half = np.where(high > low, (low + high) // 2, limit)
+        value = tuple(half.tolist()) if half.ndim else int(half)
+        capacities = dataclasses.replace(free.capacities, **{name: value})
+        plan = plan_of(lengths, 8, 1024, capacities=capacities)
+        plan.check()
+        assert plan.moves > 0 and plan.max_over_mean < plan.max_over_mean_home
+        assert plan.max_over_mean <= allowed(plan) + 1e-9 or plan.fallback_tasks > 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([2049], {}, r"must fit servers \* tokens_per_server = 4 \* 512 = 2048 tokens, got 2049"),
+        ([3, -1], {}, "must not be negative, got -1 for document 1"),
+        ([1.5], {}, "must be one row of whole numbers, got float64"),
+        ([[1]], {}, r"got int64 of shape \(1, 1\)"),
+        ([600], {"max_document_tokens": 500}, "at most max_document_tokens = 500 tokens, got 600"),
+        ([600], {"tolerance": -0.1}, "tolerance must be at least 0, got -0.1"),
+        ([600], {"servers": 0}, "servers must be at least 1, got 0"),
+        ([600], {"heads": (4, 3, 8)}, "multiple of num_kv_heads, got 4 and 3"),
+        ([600], {"transport": "mail"}, "transport must be one of direct, relay, got 'mail'"),
+        (
+            [1600],
+            {"capacities": home_capacities(4, 512, HeadShape(4, 1, 8), 600)},
+            r"at least the home plan .* key_rows 1600 of 1112.*max_document_tokens 1600",
+        ),
+        (
+            [600],
+            {"capacities": home_capacities(4, 512, HeadShape(4, 1, 8)), "transport": "relay"},
+            "capacities are for transport 'direct', got transport 'relay'",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_rule_value_and_cure(lengths, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(lengths, **options)
+
+
+def test_every_process_makes_the_same_plan():
+    arguments = "[1500, 20, 300, 1], servers=4, tokens_per_server=512"
+    script = (
+        "from cad_jax import plan_documents\n"
+        f"plan = plan_documents({arguments}, num_q_heads=4, num_kv_heads=1, head_dim=8)\n"
+        "print(plan.digest())"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert other.stdout.strip() == plan_of([1500, 20, 300, 1]).digest()
+
+
+def test_integer_roots_are_exact():
+    for root in (0, 1, 2, 3, 1000, 94906267, 2**31 - 1, 2**30):
+        square = root * root
+        assert floor_sqrt(np.int64(square)) == root
+        assert floor_sqrt(np.int64(square + root)) == root
+        if root:
+            assert floor_sqrt(np.int64(square - 1)) == root - 1
+    for stop in (1, 5, 40):
+        for pairs in range(0, stop * (stop + 1) // 2 + 1):
+            first = min(s for s in range(stop + 1) if sum(range(s + 1, stop + 1)) <= pairs)
+            assert start_for(np.int64(stop), np.int64(pairs)) == first
+            last = max(s for s in range(stop, 90) if sum(range(stop + 1, s + 1)) <= pairs)
+            assert stop_for(np.int64(stop), np.int64(pairs)) == last

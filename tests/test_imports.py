@@ -1,0 +1,144 @@
+"""Imports run one way, host planning never reaches jax, and nothing hides inside functions."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE_DIR = Path(__file__).resolve().parents[1] / "cad_jax"
+SOURCES = {
+    ".".join(path.relative_to(PACKAGE_DIR.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(PACKAGE_DIR.rglob("*.py"))
+}
+DEVICE_PARTS = {"cad_jax.sharding.exchange", "cad_jax.sharding.mesh"}
+HOST_MODULES = {
+    name for name in SOURCES if name.startswith("cad_jax.sharding.") and name not in DEVICE_PARTS
+} | {"cad_jax.plan_report"}
+# From the bottom up; a module imports from its own layer or from below. The longest prefix counts.
+LAYERS = (
+    ("cad_jax.sharding",),
+    ("cad_jax.sharding.exchange", "cad_jax.sharding.mesh"),
+    ("cad_jax.attention.base", "cad_jax.attention.varlen", "cad_jax.attention.kernels"),
+    ("cad_jax.attention",),
+    ("cad_jax.model_config", "cad_jax.parameters", "cad_jax.model", "cad_jax.hf"),
+    ("cad_jax.tokenizer", "cad_jax.sources", "cad_jax.token_store", "cad_jax.data"),
+    ("cad_jax.optimizer", "cad_jax.checkpoint", "cad_jax.metrics", "cad_jax.plan_report"),
+    ("cad_jax.prefetch", "cad_jax.processes"),
+    ("cad_jax.train_step", "cad_jax.feed"),
+    ("cad_jax.config", "cad_jax.recipes", "cad_jax.run_folder"),
+    ("cad_jax.train",),
+    ("cad_jax.launch",),
+    ("cad_jax.train_command",),
+    ("cad_jax.__main__",),
+)
+HEIGHT_OF_PREFIX = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+# The package's own table of contents loads lazily and for the type checker only.
+GRAPH = {
+    name: {n for n in imported_modules(tree) if n in SOURCES} - {"cad_jax"}
+    for name, tree in TREES.items()
+    if name != "cad_jax"
+}
+
+
+def height(module: str) -> int:
+    prefix = module
+    while prefix and prefix not in HEIGHT_OF_PREFIX:
+        prefix = prefix.rpartition(".")[0]
+    assert prefix, f"{module} has no place in LAYERS: give it one"
+    return HEIGHT_OF_PREFIX[prefix]
+
+
+def test_no_cycles() -> None:
+    try:
+        list(TopologicalSorter(GRAPH).static_order())
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def test_imports_run_downwards() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in GRAPH.items()
+        for other in others
+        if height(other) > height(module)
+    ]
+    assert not wrong
+
+
+def test_no_imports_inside_functions() -> None:
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, tree in TREES.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert not wrong
+
+
+def test_host_modules_never_reach_jax() -> None:
+    assert "cad_jax.sharding.planner" in HOST_MODULES and set(SOURCES) >= HOST_MODULES
+    reached, todo = set(), list(HOST_MODULES)
+    while todo:
+        module = todo.pop()
+        reached.add(module)
+        todo += [other for other in GRAPH[module] if other not in reached]
+    for module in sorted(reached):
+        roots = {name.split(".")[0] for name in imported_modules(TREES[module])}
+        assert not roots & {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}, module
+
+
+def test_package_inits_are_empty() -> None:
+    full = [m for m, p in SOURCES.items() if p.name == "__init__.py" and p.read_text().strip()]
+    assert full == ["cad_jax"]
+
+
+def test_planning_works_without_jax() -> None:
+    script = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"jax", "jaxlib"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+import cad_jax
+plan = cad_jax.plan_documents([700, 0, 40, 1300], servers=4, tokens_per_server=512,
+    num_q_heads=8, num_kv_heads=2, head_dim=64)
+plan.check()
+arrays = plan.arrays()
+assert arrays.k_lo.shape[0] == 4
+assert not {"jax", "jaxlib"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_importing_starts_no_backend() -> None:
+    script = """
+import sys, cad_jax
+assert "jax" not in sys.modules
+from cad_jax import core_attention, make_mesh
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
