@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from cad_jax.model_config import LlamaConfig as LlamaConfig
 from cad_jax.model_config import RopeScaling as RopeScaling
-from cad_jax.parameters import Gather, Parallelism, describe, init, psum
+from cad_jax.parameters import Gather, Parallelism, describe, init
 from cad_jax.sharding.mesh import POOL_AXES
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -131,18 +131,20 @@ class Layer(nnx.Module):
 
     def post_attention(self, x: jax.Array, out: jax.Array) -> jax.Array:
         """x [T, E] and attention's out [T, H, D] -> the next layer's x [T, E]."""
-        config, tp = self.config, self.parallelism.manual("tp")
+        config, parallelism = self.config, self.parallelism
         out_weight, in_weight, down_weight = self.gather.side_by_side(
             (self.attention_output[...],),
             (self.ffn_gate[...], self.ffn_up[...]),
             (self.ffn_down[...],),
         )
         out = out.reshape(x.shape[0], -1)
-        x = x + psum(project(out, out_weight, 1, config.dtype), tp)
+        x = x + parallelism.psum(project(out, out_weight, 1, config.dtype), "tp")
         rows = rms_norm(x, self.ffn_norm[...], config.norm_eps)
         gate, up = jnp.split(project(rows, in_weight, 0, config.dtype), 2, axis=1)
         hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        return x + psum(project(hidden.astype(x.dtype), down_weight, 1, config.dtype), tp)
+        return x + parallelism.psum(
+            project(hidden.astype(x.dtype), down_weight, 1, config.dtype), "tp"
+        )
 
 
 class Llama(nnx.Module):
@@ -183,7 +185,7 @@ class Llama(nnx.Module):
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """ids int32 [T] -> x [T, E]. Each vocabulary shard gives its rows, zeros elsewhere."""
-        pp, tp = self.parallelism.manual("pp"), self.parallelism.manual("tp")
+        pp = self.parallelism.manual("pp")
         table = self.gather.table(self.embedding[...])
         if pp:
             ids = lax.all_gather(ids, pp, tiled=True)
@@ -191,7 +193,7 @@ class Llama(nnx.Module):
         mine = (rows >= 0) & (rows < table.shape[0])
         found = _lookup(table, jnp.where(mine, rows, 0), self.config.dtype, table.shape[0])
         x = jnp.where(mine[:, None], found, 0)
-        x = psum(x, tp)
+        x = self.parallelism.psum(x, "tp")
         if pp:
             x = lax.psum_scatter(x, pp, scatter_dimension=0, tiled=True)
         return self._tokens_over_pool(x)
@@ -250,7 +252,8 @@ class Llama(nnx.Module):
             exponentials = jnp.exp(scores - peak[:, None]).sum(axis=1)
             hit = columns == (targets - first)[:, None]
             target_score = jnp.where(hit, scores, 0.0).sum(axis=1)
-            exponentials, target_score = psum(jnp.stack((exponentials, target_score)), vocab_axes)
+            sums = self.parallelism.psum(jnp.stack((exponentials, target_score)), "pp", "tp")
+            exponentials, target_score = sums
             nats = jnp.log(exponentials) + peak - target_score
             return total + jnp.where(weights != 0, nats * weights, 0.0).sum(), None
 

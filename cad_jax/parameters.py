@@ -55,6 +55,20 @@ class Parallelism:
         automatic = POOL_AXES if self.automatic_pool else ()
         return tuple(a for a in axes if getattr(self, a) > 1 and a not in automatic)
 
+    def psum(self, x: jax.Array, *axes: str) -> jax.Array:
+        """Sum over those of `axes` that are manual here."""
+        manual = self.manual(*axes)
+        if not manual:
+            return x
+        if not self.automatic_pool or x.dtype == jnp.float32:
+            return lax.psum(x, manual)
+        # XLA's CPU compiler aborts on a 16-bit all-reduce of a partly manual program.
+        return lax.platform_dependent(
+            x,
+            cpu=lambda x: lax.psum(x.astype(jnp.float32), manual).astype(x.dtype),
+            default=lambda x: lax.psum(x, manual),
+        )
+
     def index(self, axes: tuple[str, ...]) -> jax.Array:
         """Row-major index of this device within `axes`, an int32 scalar."""
         return lax.axis_index(axes) if axes else jnp.int32(0)
@@ -160,10 +174,6 @@ def init(description: Mapping[str, Any], seed: jax.Array | int) -> dict[str, Any
 def shardings(description: Mapping[str, Any], mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     """NamedSharding of each parameter."""
     return jax.tree.map(lambda p: NamedSharding(mesh, p.spec), dict(description))
-
-
-def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return lax.psum(x, axes) if axes else x
 
 
 @dataclass(frozen=True)

@@ -46,21 +46,21 @@ def stdlib_demo() -> RunConfig:
         folder="runs/stdlib_demo",
         model=LlamaConfig(
             vocab_size=BYTE_VOCAB,
-            embedding_dim=256,
-            num_layers=6,
+            embedding_dim=320,
+            num_layers=4,
             num_q_heads=8,
-            num_kv_heads=4,
+            num_kv_heads=2,
             head_dim=32,
-            ffn_dim=768,
+            ffn_dim=1024,
             rope_theta=10_000.0,
             tied_embeddings=True,
             dtype="float32",
         ),
-        data=DataConfig(source="stdlib", max_piece_tokens=2048),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=10, total_steps=100),
+        data=DataConfig(source="stdlib", max_piece_tokens=1024),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20, total_steps=330),
         mesh=MeshConfig(dp=4, tp=2, platform="cpu"),
-        training=TrainingConfig(steps=100, tokens_per_microbatch=4096, max_minutes=6.0),
-        checkpoint=CheckpointConfig(every_steps=25),
+        training=TrainingConfig(steps=330, tokens_per_microbatch=2048, max_minutes=6.0),
+        checkpoint=CheckpointConfig(every_steps=50),
     )
 
 
@@ -71,11 +71,11 @@ def text_folder() -> RunConfig:
         name="text_folder",
         folder="runs/text_folder",
         model=demo.model,
-        data=DataConfig(source="text", max_piece_tokens=2048),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20, total_steps=300),
+        data=DataConfig(source="text", max_piece_tokens=1024),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20, total_steps=330),
         mesh=demo.mesh,
-        training=TrainingConfig(steps=300, tokens_per_microbatch=4096),
-        checkpoint=CheckpointConfig(every_steps=25),
+        training=TrainingConfig(steps=330, tokens_per_microbatch=2048),
+        checkpoint=CheckpointConfig(every_steps=50),
     )
 
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from cad_jax.model import Llama, LlamaConfig, Remat
 from cad_jax.optimizer import OptimizerConfig
-from cad_jax.parameters import Parallelism, describe, init, psum, shardings
+from cad_jax.parameters import Parallelism, describe, init, shardings
 from cad_jax.sharding.mesh import MESH_AXES, POOL_AXES
 
 
@@ -183,8 +183,7 @@ class TrainStep:
         if not self.automatic_pool:
             arrays = jax.tree.map(lambda a: a[:, 0], arrays)
         # Sum over all devices of the shares = the mean: (pp, tp) ranks compute the same sum.
-        pool = self.parallelism.manual(*POOL_AXES)
-        targets = psum(batch.weights.astype(jnp.float32).sum(), pool)
+        targets = self.parallelism.psum(batch.weights.astype(jnp.float32).sum(), *POOL_AXES)
         share = 1.0 / (jnp.maximum(targets, 1.0) * self.parallelism.vocab_shards)
 
         def microbatch_loss(params: Any, batch: Batch, arrays: Any) -> jax.Array:
@@ -204,7 +203,7 @@ class TrainStep:
 
         zeros = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, params))
         (loss, gradients), _ = lax.scan(add, zeros, (batch, arrays))
-        return psum(loss, self.parallelism.manual(*MESH_AXES)), self._sum_replicas(gradients)
+        return self.parallelism.psum(loss, *MESH_AXES), self._sum_replicas(gradients)
 
     def _sum_replicas(self, gradients: Any) -> Any:
         """Each gradient summed over the axes its parameter is replicated on, a collective per set of axes."""

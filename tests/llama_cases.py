@@ -11,10 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from cad_jax.model import LlamaConfig
-from cad_jax.parameters import MESH_AXES
+from cad_jax.sharding.mesh import MESH_AXES
 from cad_jax.train_step import Batch
 
 POOL = ("pp", "dp")
+
+
+def jit(function, **options):
+    """jax.jit that compiles in half the time; the arithmetic is the same, only slower."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 
 def mesh_of(pp, dp, tp):

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.llama_cases import jit
+
 
 def rope_angles(config, positions):
     half = config.head_dim // 2
@@ -78,7 +80,7 @@ def nats(params, config, ids, positions, documents, targets, weights):
     return -(log_p[np.arange(len(ids)), targets] * weights).sum()
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jit, static_argnames="config")
 def _mean_and_gradients(params, config, microbatches, count):
     def mean(params):
         each = jax.vmap(functools.partial(nats, params, config))

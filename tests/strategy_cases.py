@@ -1,7 +1,8 @@
-"""Runs one strategy on documents and measures it against a float64 oracle: for tests and experiments.
+"""Runs one strategy on documents and measures it against a float64 oracle: for tests and
+experiments.
 
-A case is one point of the product of strategies, kernels, mesh, heads and dtype. Inputs carry NaN on every
-row of padding, so that each case also shows that padding has no effect.
+A case is one point of the product of strategies, kernels, mesh, heads and dtype. Inputs carry NaN
+on every row of padding, so that each case also shows that padding has no effect.
 """
 
 import itertools
@@ -82,7 +83,8 @@ def product(devices: int) -> list[Case]:
 
 
 def pairwise_cover(cases: Sequence[Case]) -> list[Case]:
-    """Few of the cases that hold every pair of values that any of them holds; greedy, deterministic."""
+    """Few of the cases that hold every pair of values that any of them holds; greedy,
+    deterministic."""
 
     def pairs(case: Case) -> set:
         return set(itertools.combinations(enumerate(case), 2))
@@ -130,7 +132,8 @@ def run(
 
 
 class Inputs(NamedTuple):
-    """q, d_out [N, H, D], k, v [N, K, D] in a case's dtype, document order; NaN on rows of padding."""
+    """q, d_out [N, H, D], k, v [N, K, D] in a case's dtype, document order; NaN on rows of
+    padding."""
 
     q: np.ndarray
     k: np.ndarray
@@ -160,9 +163,10 @@ def in_order(result: Sequence, order: np.ndarray | None) -> list[np.ndarray]:
 
 
 def relative_errors(got, want, lengths: Sequence[int]) -> np.ndarray:
-    """||got - want|| / ||want|| (Frobenius) of each tensor as a whole, then of each document's rows:
-    [tensors, 1 + documents]. A document whose exact values all but vanish (a single token has dq = 0) is
-    measured against the tensor's root mean square instead; where that is zero too, absolutely."""
+    """||got - want|| / ||want|| (Frobenius) of each tensor as a whole, then of each document's
+    rows: [tensors, 1 + documents]. A document whose exact values all but vanish (a single token has
+    dq = 0) is measured against the tensor's root mean square instead; where that is zero too,
+    absolutely."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
     parts = [slice(0, bounds[-1]), *map(slice, bounds[:-1], bounds[1:])]
     errors = np.zeros((len(want), len(parts)))
@@ -223,7 +227,8 @@ def exact(lengths, tokens, heads, head_dim, dtype) -> tuple[Inputs, list[np.ndar
 
 @cache
 def naive_errors(lengths, tokens, heads, head_dim, dtype) -> np.ndarray:
-    """`relative_errors` of masked dense attention in the case's own dtype, on one device."""
+    """`relative_errors` of masked dense attention on one device: products and weights in the
+    case's own dtype, softmax in float32."""
     inputs, want = exact(lengths, tokens, heads, head_dim, dtype)
     document = np.append(np.repeat(np.arange(len(lengths)), lengths), np.full(tokens, -1))[:tokens]
     causal = np.tri(tokens, dtype=bool) & (document[:, None] == document)
@@ -232,20 +237,21 @@ def naive_errors(lengths, tokens, heads, head_dim, dtype) -> np.ndarray:
     def attend(q, k, v):
         grouped = q.reshape(tokens, k.shape[1], -1, head_dim)
         scores = jnp.einsum("nkgd,skd->kgns", grouped, k) * jnp.asarray(head_dim**-0.5, q.dtype)
-        weights = jax.nn.softmax(scores, axis=-1, where=mask)
-        return jnp.einsum("kgns,skd->nkgd", weights, v).reshape(q.shape)
+        weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1, where=mask)
+        return jnp.einsum("kgns,skd->nkgd", weights.astype(v.dtype), v).reshape(q.shape)
 
     def both(q, k, v, d_out):
         out, pull = jax.vjp(attend, q, k, v)
         return out, *pull(d_out)
 
-    real = [np.nan_to_num(x) for x in inputs]
+    real = [jnp.nan_to_num(x) for x in inputs]
     got = jax.jit(both)(*real)
     return relative_errors(in_order(got, None), want, lengths)
 
 
 def allowed_errors(case: Case, lengths: Sequence[int], tokens: int) -> np.ndarray:
-    """float32: 1e-5. bfloat16: twice the naive op's, of the same document or of the whole tensor."""
+    """float32: 1e-5. bfloat16: twice the naive op's, of the same document or of the whole
+    tensor."""
     shape = (len(TENSORS), 1 + len(lengths))
     if case.dtype == "float32":
         return np.full(shape, 1e-5)

@@ -15,14 +15,14 @@ SOURCES = {
     ): path
     for path in sorted(PACKAGE_DIR.rglob("*.py"))
 }
-DEVICE_PARTS = {"cad_jax.sharding.exchange", "cad_jax.sharding.mesh"}
+DEVICE_PARTS = {f"cad_jax.sharding.{name}" for name in ("exchange", "mesh", "tables")}
 HOST_MODULES = {
     name for name in SOURCES if name.startswith("cad_jax.sharding.") and name not in DEVICE_PARTS
 } | {"cad_jax.plan_report"}
 # From the bottom up; a module imports from its own layer or from below. The longest prefix counts.
 LAYERS = (
     ("cad_jax.sharding",),
-    ("cad_jax.sharding.exchange", "cad_jax.sharding.mesh"),
+    ("cad_jax.sharding.exchange", "cad_jax.sharding.mesh", "cad_jax.sharding.tables"),
     ("cad_jax.attention.base", "cad_jax.attention.varlen", "cad_jax.attention.kernels"),
     ("cad_jax.attention",),
     ("cad_jax.model_config", "cad_jax.parameters", "cad_jax.model", "cad_jax.hf"),
@@ -33,7 +33,7 @@ LAYERS = (
     ("cad_jax.config", "cad_jax.recipes", "cad_jax.run_folder"),
     ("cad_jax.train",),
     ("cad_jax.launch",),
-    ("cad_jax.train_command",),
+    ("cad_jax.train_command", "cad_jax.plan_command"),
     ("cad_jax.__main__",),
 )
 HEIGHT_OF_PREFIX = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}

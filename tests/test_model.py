@@ -13,7 +13,14 @@ from cad_jax import model as model_module
 from cad_jax.model import Layer, Llama, RopeScaling, project, rotate
 from cad_jax.parameters import Parallelism, describe, init, shardings
 from tests import llama_oracle
-from tests.llama_cases import make_batch, mesh_of, one_device_attend, random_params, tiny_config
+from tests.llama_cases import (
+    jit,
+    make_batch,
+    mesh_of,
+    one_device_attend,
+    random_params,
+    tiny_config,
+)
 
 SCALING = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_tokens=256
@@ -46,7 +53,7 @@ def test_loss_and_gradients_equal_the_plain_model(changes, monkeypatch):
     batch, documents = make_batch([[9, 1, 12]], 24, config.vocab_size)
     batch.positions[0, 10:22] += 300  # beyond the original context
     want_loss, want = llama_oracle.loss_and_gradients(params, config, batch, documents)
-    loss, gradients = jax.jit(jax.value_and_grad(lambda p: loss_of(config, p, batch, documents)))(
+    loss, gradients = jit(jax.value_and_grad(lambda p: loss_of(config, p, batch, documents)))(
         params
     )
     assert abs(float(loss) - want_loss) <= 2e-6 * want_loss
@@ -58,7 +65,7 @@ def test_bfloat16_stays_near_and_gradients_are_float32():
     params = random_params(describe(config, Parallelism()))
     batch, documents = make_batch([[9, 1, 12]], 24, config.vocab_size)
     want_loss, want = llama_oracle.loss_and_gradients(params, config, batch, documents)
-    loss, gradients = jax.jit(jax.value_and_grad(lambda p: loss_of(config, p, batch, documents)))(
+    loss, gradients = jit(jax.value_and_grad(lambda p: loss_of(config, p, batch, documents)))(
         params
     )
     assert abs(float(loss) - want_loss) <= 2e-2 * want_loss
@@ -102,7 +109,7 @@ def test_a_document_does_not_see_its_neighbours():
     batch.ids[0, 10:23] += 64  # the second document's ids are its own
     first_only, second_only = (batch.weights * (documents == d) for d in (0, 1))
 
-    @jax.jit
+    @jit
     def embedding_gradient(weights):
         one = batch._replace(weights=weights)
         return jax.grad(lambda p: loss_of(config, p, one, documents))(params)["embedding"]
@@ -113,7 +120,7 @@ def test_a_document_does_not_see_its_neighbours():
     assert not of_second[1:64].any() and of_second[batch.ids[0, 10:22]].any()
 
     # Alone, or after another document: the same numbers.
-    @jax.jit
+    @jit
     def hidden(ids, positions, documents):
         return merged(config, params).hidden(ids, positions, one_device_attend(documents))
 
@@ -161,7 +168,7 @@ def test_remat_changes_nothing_and_runs_attention_once():
         runs: list[int] = []
         attend = counting_attend(documents[0], runs)
         results[remat] = jax.block_until_ready(
-            jax.jit(
+            jit(
                 jax.value_and_grad(
                     lambda p, a=attend, r=remat: loss_of(config, p, batch, documents, a, r)
                 )
@@ -184,7 +191,7 @@ def test_huge_logits_stay_finite():
     params = random_params(describe(config, Parallelism()))
     params["final_norm"] = params["final_norm"] * 1e5
     batch, documents = make_batch([[24]], 24, config.vocab_size)
-    loss, gradients = jax.jit(jax.value_and_grad(lambda p: loss_of(config, p, batch, documents)))(
+    loss, gradients = jit(jax.value_and_grad(lambda p: loss_of(config, p, batch, documents)))(
         params
     )
     assert np.isfinite(loss) and loss > 1e4
@@ -206,7 +213,7 @@ def test_initial_values_do_not_depend_on_the_mesh():
         mesh = mesh_of(*shape)
         description = describe(config, Parallelism.of(mesh))
         trees.append(
-            jax.jit(lambda d=description: init(d, 7), out_shardings=shardings(description, mesh))()
+            jit(lambda d=description: init(d, 7), out_shardings=shardings(description, mesh))()
         )
     for other in trees[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), trees[0], other)

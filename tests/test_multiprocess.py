@@ -1,23 +1,31 @@
 """Two processes of 4 devices each against one of 8: the same run, or an error on both."""
 
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
+from cad_jax.launch import launch
 from cad_jax.metrics import read_metrics
-from tests.tiny_runs import write_corpus
+from cad_jax.processes import ProcessConfig, start_devices
+from tests.pool_worker import forward_rows
+from tests.tiny_runs import compile_once, tiny_config, write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = (
-    "--model.embedding-dim=32 --model.head-dim=8 --model.ffn-dim=64 --training.microbatches=1 "
-    "--training.tokens-per-microbatch=512 --data.max-piece-tokens=None --data.window=8 "
-    "--attention.capacity-plans=20 --attention.kernel=xla --data.source=text"
-)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    with compile_once(tmp_path_factory.getbasetemp() / "compiled"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -26,85 +34,80 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Programs compile once for the runs of this module."""
-    return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-
-
-def free_port():
+def two(tmp_path_factory, corpus):
+    """The folder in which two processes left what `pool_worker.main` writes."""
+    folder = tmp_path_factory.mktemp("two")
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def train(folder, corpus, environment, *options, processes=1, each=()):
-    """Runs `cad-jax train debug_cpu8` in so many processes; returns (exit code, stderr) of each.
-
-    each: per process, options of its own.
-    """
-    address = f"localhost:{free_port()}"
-    started = []
-    for process_id in range(processes):
-        command = [sys.executable, "-m", "cad_jax", "train", "debug_cpu8", *MODEL.split()]
-        command += [f"--folder={folder}", f"--data.cache-dir={folder.parent}/cache", *options]
-        command += ["--data.paths", corpus]
-        if processes > 1:
-            command += [f"--processes={processes}", f"--coordinator={address}"]
-            command += [f"--process-id={process_id}", *(each[process_id] if each else ())]
-        started.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
+        address = f"localhost:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.pool_worker", str(folder), corpus, "2", address]
+    workers = [
+        subprocess.Popen(
+            [*command, str(process_id)],
+            cwd=ROOT,
+            env=os.environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for process_id in range(2)
+    ]
     try:
-        outputs = [process.communicate(timeout=300) for process in started]
+        outputs = [worker.communicate(timeout=500) for worker in workers]
     finally:
-        for process in started:
-            process.kill()
-    return [(p.returncode, err) for p, (_, err) in zip(started, outputs, strict=True)]
+        for worker in workers:
+            worker.kill()
+    for worker, (_, err) in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, err
+    return folder
 
 
-def test_two_processes_equal_one(tmp_path, corpus, environment):
-    """Also a resume by another number of processes, in the middle."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    code, err = train(one, corpus, environment, "--steps=6")[0]
-    assert code == 0, err
-    for options in (("--steps=3",), ("--steps=6", "--resume")):
-        for code, err in train(two, corpus, environment, *options, processes=2):
-            assert code == 0, err
-    ours, theirs = read_metrics(one), read_metrics(two)
+def test_forward_is_bitwise_that_of_one_process(two, corpus):
+    expected = forward_rows(tiny_config(two, corpus))
+    ranks = []
+    for process_id in range(2):
+        with np.load(two / f"rows_{process_id}.npz") as rows:
+            for rank, values in rows.items():
+                ranks.append(int(rank))
+                np.testing.assert_array_equal(values, expected[int(rank)])
+                assert np.abs(values).max() > 0.1
+    assert sorted(ranks) == [0, 1, 2, 3], "each process held its own ranks"
+
+
+def test_run_is_that_of_one_process_which_carries_it_on(two, corpus, tmp_path):
+    config = tiny_config(tmp_path, corpus, steps=6)
+    silent = Console(file=io.StringIO())
+    launch(config, console=silent)
+    launch(replace(config, folder=str(two / "run")), resume=True, console=silent)
+    ours, theirs = read_metrics(tmp_path / "run"), read_metrics(two / "run")
     assert [r["step"] for r in theirs] == [1, 2, 3, 4, 5, 6]
-    assert theirs[0]["loss"] == ours[0]["loss"], "the forward pass is bitwise the same"
     for mine, other in zip(ours, theirs, strict=True):
         assert other["loss"] == pytest.approx(mine["loss"], rel=1e-5)
         for name in ("documents", "target_tokens", "attn_max_over_mean", "exchange_bytes_max"):
             assert other[name] == mine[name]
-    assert json.loads((two / "config.json").read_text())["mesh"]["dp"] == 4
-    code = train(two, corpus, environment, "--steps=7", "--resume")[0][0]
-    assert code == 0 and len(read_metrics(two)) == 7
 
 
-def test_different_plans_are_named_on_both(tmp_path, corpus, environment):
-    each = (("--attention.tolerance=0.05",), ("--attention.tolerance=0.06",))
-    results = train(
-        tmp_path / "run", corpus, environment, "--steps=4", processes=2, each=each
-    )
-    for code, err in results:
-        assert code == 1, err
-        assert "processes planned different work for step 1 (process 0: " in err
-        assert "Traceback" not in err
-    assert not (tmp_path / "run" / "checkpoints" / "1").exists()
+def refusals(two, name):
+    return [json.loads((two / f"refusals_{i}.json").read_text())[name] for i in range(2)]
 
 
-def test_one_process_that_refuses_stops_both(tmp_path, corpus, environment):
-    missing = str(tmp_path / "nothing" / "*.txt")
-    results = train(
-        tmp_path / "run", corpus, environment, processes=2, each=((), ("--data.paths", missing))
-    )
-    assert [code for code, _ in results] == [2, 2], results
-    assert "process 1: every data path must match at least one file" in results[0][1]
-    assert "every data path must match at least one file" in results[1][1]
+def test_different_plans_are_named_on_both(two):
+    for text in refusals(two, "plans"):
+        assert "PlanDisagreementError: processes planned different work for step 1" in text
+        assert "process 0: " in text and "process 1: " in text
+    assert not list((two / "other" / "checkpoints").iterdir())
+
+
+def test_data_that_one_process_cannot_read_stops_both(two):
+    of_first, of_second = refusals(two, "data")
+    assert of_first.startswith("ValueError: every data path must match at least one file")
+    assert of_second.startswith("ValueError: process 0: every data path must match")
+
+
+def test_process_settings_are_checked():
+    with pytest.raises(ValueError, match=r"--process-id \(=2\) must be from 0 to .* \(=1\)"):
+        ProcessConfig(2, "localhost:1", 2)
+    with pytest.raises(ValueError, match="needs --coordinator HOST:PORT"):
+        ProcessConfig(2)
+    with pytest.raises(ValueError, match=r"8 devices, which --processes \(=3\) does not divide"):
+        start_devices(ProcessConfig(3, "localhost:1", 0), 8, "cpu")

@@ -13,7 +13,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import oracles
 queries, keys, values = (np.asarray(x, np.float64) for x in (q, k, v))
-want = oracles.causal_documents(queries, keys, values, [64] * 60)
+want = oracles.causal_documents(queries, keys, values, [64] * 60).out
 got = np.asarray(jax.jit(lambda *a: cad_jax.core_attention(*a, mesh=mesh))(q, k, v, plan.arrays()))
 assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 """
@@ -30,7 +30,7 @@ def test_example_runs_as_printed() -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     before, after = re.findall(r"\d+\.\d+", lines[0])[:2]
-    assert float(before) > 1.5 > 1.1 > float(after)
+    assert float(before) > 1.5 > 1.2 > float(after)
     assert lines[-1] == "programs compiled: 1"
 
 

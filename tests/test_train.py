@@ -4,6 +4,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +23,16 @@ from cad_jax.prefetch import Prefetcher
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.tasks import causal_pairs
 from cad_jax.train import NonFiniteLossError, model_flops
-from tests.tiny_runs import tiny_config, with_changes, write_corpus
+from tests.tiny_runs import compile_once, tiny_config, with_changes, write_corpus
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """Runs of one shape compile once for this module."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "compiled"
+    with compile_once(folder):
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -109,22 +112,53 @@ def test_metrics_and_files(whole_run):
     assert sum(r["target_tokens"] + r["padding_tokens"] for r in records) < 24 * 1024
     losses = series(folder, "loss")
     assert losses[-1] < losses[0] < np.log(264) * 1.1
-    for words in ("mesh", "dp 4, tp 2", "documents", "step 24/24", "token bigrams alone", "summary"):
+    for words in (
+        "mesh",
+        "dp 4, tp 2",
+        "documents",
+        "step 24/24",
+        "token bigrams alone",
+        "summary",
+    ):
         assert words in text
 
 
-def test_strategies_train_alike(whole_run, tmp_path):
-    """One strategy that moves tokens, one that leaves pp and dp to the partitioner."""
-    config = whole_run[0]
-    expected = series(config.folder, "loss")[:2]
-    for name in ("ring", "native"):
-        other = with_changes(
-            replace(config, folder=str(tmp_path / name)),
-            attention={"strategy": name},
-            training={"steps": 2},
-        )
-        run(other)
-        np.testing.assert_allclose(series(other.folder, "loss"), expected, rtol=1e-5)
+def test_a_strategy_that_moves_tokens_trains_alike(whole_run, tmp_path):
+    config = replace(whole_run[0], folder=str(tmp_path / "run"))
+    run(with_changes(config, attention={"strategy": "ring"}, training={"steps": 2}))
+    np.testing.assert_allclose(
+        series(config.folder, "loss"), series(whole_run[0].folder, "loss")[:2], rtol=1e-5
+    )
+
+
+def test_killed_inside_a_save(whole_run, tmp_path, compiled):
+    """SIGKILL twice, each time while a checkpoint is half written; what follows is bitwise."""
+    config = replace(whole_run[0], folder=str(tmp_path / "run"))
+    corpus = config.data.paths[0]
+    command = [sys.executable, "-m", "tests.tiny_runs", str(tmp_path), corpus, "12", str(compiled)]
+    checkpoints = Path(config.folder) / "checkpoints"
+    for _ in range(2):
+        begun = steps_begun(checkpoints)
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+            while len(steps_begun(checkpoints) - begun) < 3 or not half_written(checkpoints):
+                assert process.poll() is None, "it ended before it was killed"
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+    done = max(int(p.name) for p in checkpoints.iterdir() if (p / "commit_success.txt").exists())
+    assert max(series(config.folder, "step")) - done <= 2
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    assert series(config.folder, "step") == list(range(1, 13))
+    assert series(config.folder, "loss") == series(whole_run[0].folder, "loss")[:12]
+
+
+def steps_begun(checkpoints):
+    """Steps that have a folder, complete or not."""
+    names = [p.name.split(".")[0] for p in checkpoints.glob("*")]
+    return {int(name) for name in names if name.isdigit()}
+
+
+def half_written(checkpoints):
+    return [p for p in checkpoints.glob("*") if "tmp" in p.name]
 
 
 def test_nan_stops_and_keeps_the_last_good_checkpoint(whole_run, tmp_path, monkeypatch):
@@ -175,9 +209,9 @@ def test_sigterm_saves_and_stops(whole_run, tmp_path):
 
 def test_time_limit_stops_with_a_checkpoint(whole_run, tmp_path):
     config = replace(whole_run[0], folder=str(tmp_path / "run"))
-    outcome, text = run(with_changes(config, training={"steps": 500, "max_minutes": 1e-6}))
+    outcome, text = run(with_changes(config, training={"steps": 500, "max_minutes": 1e-9}))
     assert outcome.step == 1
-    assert "max_minutes (=1e-06) reached after step 1; add --resume" in text
+    assert "max_minutes (=1e-09) reached after step 1; add --resume" in text
     assert (Path(config.folder) / "checkpoints" / "1").is_dir()
 
 
@@ -237,7 +271,9 @@ def test_refusals_before_launch(whole_run, tmp_path, monkeypatch):
             "must hold at least one token",
         )
         refuses(
-            with_changes(fresh, data={"long_documents": "refuse"}, training={"tokens_per_microbatch": 64}),
+            with_changes(
+                fresh, data={"long_documents": "refuse"}, training={"tokens_per_microbatch": 64}
+            ),
             "longer than a step",
         )
     assert not Path(fresh.folder).exists()
@@ -253,9 +289,7 @@ def test_refused_capacities(whole_run, tmp_path, monkeypatch):
     run(with_changes(replace(config, folder=str(tmp_path / "a")), training={"steps": 1}))
     small = replace(kept[0].capacities, key_rows=16)
     refuses(
-        with_changes(
-            replace(config, folder=str(tmp_path / "b")), attention={"capacities": small}
-        ),
+        with_changes(replace(config, folder=str(tmp_path / "b")), attention={"capacities": small}),
         "capacities must hold at least the home plan.*key_rows.*raise them",
     )
 
@@ -271,7 +305,9 @@ def test_refused_resumes(whole_run, tmp_path):
         with_changes(config, training={"microbatches": 1}), "training.microbatches=2", resume=True
     )
     refuses(
-        with_changes(config, data={"seed": 5}), "written with seed=0 and this run has 5", resume=True
+        with_changes(config, data={"seed": 5}),
+        "written with seed=0 and this run has 5",
+        resume=True,
     )
     other = write_corpus(tmp_path / "other", seed=9)
     refuses(with_changes(config, data={"paths": (other,)}), "written with data=", resume=True)

@@ -11,12 +11,13 @@ from jax.sharding import AbstractMesh, AxisType
 from cad_jax import model as model_module
 from cad_jax.attention.strategies import STRATEGIES, make_strategy
 from cad_jax.optimizer import OptimizerConfig
-from cad_jax.parameters import MESH_AXES
+from cad_jax.sharding.mesh import MESH_AXES
 from cad_jax.train_step import Batch, TrainStep, stack_microbatches
 from tests import llama_oracle
 from tests.llama_cases import (
     GatherEverything,
     LeaveToPartitioner,
+    jit,
     make_batch,
     mesh_of,
     random_params,
@@ -83,11 +84,26 @@ def test_loss_and_gradients_equal_one_device(shape, microbatches, kinds, changes
     params = random_params(step.description)
     batch, documents = make_batch(LENGTHS[:microbatches], TOKENS, config.vocab_size)
     arrays = documents_by_rank(documents, step.parallelism.pool)
-    function = jax.jit(step.loss_and_gradients)
+    function = jit(step.loss_and_gradients)
     for kind in kinds:
         own = masked(batch, kind)
         expected = llama_oracle.loss_and_gradients(params, config, own, documents)
         check(run(function, step, params, own, arrays), expected, kind)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((2, 2, 2), GatherEverything()), ((1, 2, 2), LeaveToPartitioner())]
+)
+def test_bfloat16_stays_near(shape, strategy):
+    config = tiny_config(dtype="bfloat16")
+    step = make_step(shape, config, strategy)
+    params = random_params(step.description)
+    batch, documents = make_batch(LENGTHS[:1], TOKENS, config.vocab_size)
+    arrays = documents_by_rank(documents, step.parallelism.pool)
+    loss, gradients = run(jit(step.loss_and_gradients), step, params, batch, arrays)
+    want_loss, want = llama_oracle.loss_and_gradients(params, config, batch, documents)
+    assert abs(float(loss) - want_loss) <= 5e-3 * want_loss
+    assert max(llama_oracle.relative_errors(gradients, want).values()) <= 8e-2
 
 
 @pytest.mark.parametrize(
@@ -125,7 +141,7 @@ def test_every_strategy_gives_the_same_loss_and_gradients(name, shape, kernel, o
     step = make_step(shape, config, strategy)
     params = random_params(step.description)
     expected = llama_oracle.loss_and_gradients(params, config, batch, documents)
-    check(run(jax.jit(step.loss_and_gradients), step, params, placed, arrays), expected, name)
+    check(run(jit(step.loss_and_gradients), step, params, placed, arrays), expected, name)
 
 
 def test_the_strategies_above_are_all_there_are():
@@ -264,3 +280,22 @@ def test_a_mesh_that_is_not_here_can_be_traced():
     norms = config.embedding_dim * (2 * config.num_layers + 1)
     assert sum(jax.tree.leaves(shards)) == (config.num_parameters - norms) / 128 + norms
     assert state.params["layers"]["ffn_up"].shape == (32, 4096, 14_336)
+
+
+@pytest.mark.parametrize(("remat", "exchanges"), [("save_attention", 4), ("full", 6)])
+def test_the_backward_pass_repeats_no_exchange_unless_asked(remat, exchanges):
+    config = tiny_config()
+    tokens = np.zeros(2, np.int64) + 64
+    strategy = make_strategy(
+        "cad",
+        servers=8,
+        tokens_per_server=16,
+        heads=config.head_shape(),
+        transport="direct",
+        kernel="reference",
+    )
+    step = make_step((1, 8, 1), config, strategy, remat=remat)
+    arrays = jax.tree.map(lambda a: a[None], strategy.prepare(tokens).arrays)
+    text = step.trace(1, 128, arrays).lower().as_text()
+    # Dispatch and combine, forward and backward, in the one body of the loop over layers.
+    assert text.count('"stablehlo.all_to_all"') == exchanges

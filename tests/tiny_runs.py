@@ -1,17 +1,38 @@
-"""Runs small enough for tests: a corpus of a few dozen files and a model of a few thousand weights."""
+"""Runs small enough for tests: a corpus of a few dozen files and a model of a few thousand weights.
 
+    python -m tests.tiny_runs FOLDER CORPUS STEPS COMPILED
+
+trains one in a process of its own, going on where an earlier one was killed.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from cad_jax.checkpoint import CheckpointConfig
 from cad_jax.config import AttentionConfig, MeshConfig, RunConfig, TrainingConfig
 from cad_jax.data import DataConfig
+from cad_jax.launch import launch
 from cad_jax.model_config import LlamaConfig
 from cad_jax.optimizer import OptimizerConfig
+from cad_jax.processes import ProcessConfig, start_devices
 
 WORDS = ("dispatch", "combine", "home", "server", "plan", "task", "tick", "stage", "token", "pool")
+
+
+@contextmanager
+def compile_once(folder: Path) -> Iterator[None]:
+    """Programs that were compiled before are read from `folder`, by this and other processes."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
 def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> str:
@@ -56,3 +77,14 @@ def tiny_config(folder: Path, corpus: str, dp: int = 4, tp: int = 2, **training)
 def with_changes(config: RunConfig, **parts) -> RunConfig:
     """`config` with fields of its parts replaced: with_changes(c, training={"steps": 3})."""
     return replace(config, **{n: replace(getattr(config, n), **v) for n, v in parts.items()})
+
+
+def main(folder: str, corpus: str, steps: str, compiled: str) -> None:
+    config = tiny_config(Path(folder), corpus, steps=int(steps))
+    start_devices(ProcessConfig(), config.mesh.devices, "cpu")
+    with compile_once(Path(compiled)):
+        launch(with_changes(config, checkpoint={"every_steps": 1}), resume=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

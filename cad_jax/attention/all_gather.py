@@ -1,6 +1,7 @@
 """Core attention by gathering every rank's keys and values (head-tail order, inside shard_map).
 
-One all-gather moves k and v together; an index map restores document order, so a query's keys are one contiguous range.
+One all-gather moves k and v together; an index map restores document order, so a query's keys are
+one contiguous range.
 Letters: T tokens per rank, S ranks, H query heads, K key/value heads, D head dim.
 """
 
@@ -27,7 +28,8 @@ class HeadTailArrays(NamedTuple):
 
 
 class GatherTables(NamedTuple):
-    """order: int32 [S * T], gathered row -> global token; restore: int32 [S * T], its inverse; ranges: of my T queries."""
+    """order: int32 [S * T], gathered row -> global token; restore: int32 [S * T], its inverse;
+    ranges: of my T queries."""
 
     order: jax.Array
     restore: jax.Array
@@ -71,7 +73,8 @@ def _forward(settings: GatherSettings, q, k, v, tables: GatherTables):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def all_gather_attention(settings: GatherSettings, q, k, v, tables: GatherTables) -> jax.Array:
-    """q [T, H, D]; k, v [T, K, D], rows in head-tail order -> out [T, H, D]. The backward gathers k and v again."""
+    """q [T, H, D]; k, v [T, K, D], rows in head-tail order -> out [T, H, D]. The backward gathers k
+    and v again."""
     return _forward(settings, q, k, v, tables)[0]
 
 

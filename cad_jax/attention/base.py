@@ -56,7 +56,7 @@ class TileTables(NamedTuple):
 
 
 def tile_tables(ranges: KeyRanges, key_rows: int, block_q: int, block_k: int) -> TileTables:
-    """Reduces per-row key ranges to tile tables, on the device, in O(CQ + NQ NK / 32) or less work.
+    """Reduces per-row key ranges to tile tables, on the device: a few passes over CQ, NQ and NK integers.
 
     Neither CQ nor key_rows (CK) need be a multiple of the tile. Query tiles without a live row have
     empty ranges.
@@ -77,9 +77,9 @@ def tile_tables(ranges: KeyRanges, key_rows: int, block_q: int, block_k: int) ->
     inner_first = jnp.clip(-(-over_live(lo, jnp.max, 0) // block_k), key_first, key_stop)
     inner_stop = jnp.clip(over_live(hi, jnp.min, key_rows) // block_k, inner_first, key_stop)
 
-    # A key tile's query range is the hull of the query tiles whose range holds it. Each query tile
-    # offers itself at both ends of its range; running extrema over key tiles then bound the hull from
-    # outside, exactly for ranges whose ends grow with the query tile.
+    # A key tile's query range must hold every query tile whose range holds it. The first one ends at this
+    # key tile or later, the last one starts here or earlier: running extrema over key tiles find both.
+    # The range is exact where starts and ends grow with the query tile, and too wide otherwise.
     tiles = jnp.arange(query_tiles, dtype=jnp.int32)
     needs = key_first < key_stop
     first_key = jnp.where(needs, key_first, key_tiles)

@@ -1,8 +1,8 @@
-"""Core attention disaggregation: the six phases of one layer's core attention, and their composition.
+"""Core attention disaggregation: the six phases of one layer's core attention, put together.
 
-    dispatch -> attend -> combine                  forward: q, k, v to the servers, out and lse home
-    dispatch_bwd -> attend_bwd -> combine_bwd      backward: q, k, v, lse, d_out, delta to the servers,
-                                                   dq, dk, dv home
+    dispatch -> attend -> combine              forward: q, k, v to the servers, out and lse home
+    dispatch_bwd -> attend_bwd -> combine_bwd  backward: q, k, v, lse, d_out, delta to the servers,
+                                               dq, dk, dv home
 
 Each phase is a plain function of arrays. Servers keep nothing between forward and backward: what
 the backward needs (q, k, v, out, lse) stays at home and is sent again.
@@ -38,8 +38,8 @@ class Settings(NamedTuple):
 
 
 def _exchange(phase, settings: Settings, *operands):
-    """Runs a phase of the exchange. Where nothing travels in a step its collectives are skipped on CPU;
-    on GPUs the conditional would wait for the host in every layer."""
+    """Runs a phase of the exchange. Where nothing travels in a step its collectives are skipped on
+    CPU; on GPUs the conditional would wait for the host in every layer."""
     run = partial(_run, phase, settings.axis_names)
     return jax.lax.platform_dependent(
         *operands, cpu=partial(run, skip_empty=True), default=partial(run, skip_empty=False)
@@ -51,7 +51,8 @@ def _run(phase, axis_names, *operands, skip_empty: bool):
 
 
 def dispatch(settings: Settings, q, k, v, tables: Tables):
-    """q [T, H, D], k, v [T, K, D] at home -> q_buf [CQ, H, D], k_buf, v_buf [CK, K, D] at servers."""
+    """q [T, H, D], k, v [T, K, D] at home -> q_buf [CQ, H, D], k_buf, v_buf [CK, K, D] at
+    servers."""
     return _exchange(exchange.dispatch_fwd, settings, q, k, v, tables)
 
 
@@ -66,7 +67,8 @@ def combine(settings: Settings, out_buf, lse_buf, tables: Tables):
 
 
 def dispatch_bwd(settings: Settings, q, k, v, lse, d_out, delta, tables: Tables):
-    """Home rows -> (q, k, v, lse, d_out, delta) in the servers' buffers; lse, delta [T, H] float32."""
+    """Home rows -> (q, k, v, lse, d_out, delta) in the servers' buffers; lse, delta [T, H]
+    float32."""
     return _exchange(exchange.dispatch_bwd, settings, q, k, v, lse, d_out, delta, tables)
 
 
@@ -181,13 +183,13 @@ def core_attention(
     servers, tp = pool_size(mesh), mesh.shape[MESH_AXES[-1]]
     if arrays.k_lo.shape[0] != servers:
         raise ValueError(
-            f"the plan must have as many servers as the mesh has pp x dp ranks (= {servers}), but it "
-            f"has {arrays.k_lo.shape[0]}; plan with servers={servers} or change the mesh"
+            f"the plan must have as many servers as the mesh has pp x dp ranks (= {servers}), but "
+            f"it has {arrays.k_lo.shape[0]}; plan with servers={servers} or change the mesh"
         )
     if q.shape[0] % servers:
         raise ValueError(
-            f"q must hold servers x tokens_per_server rows (servers = {servers}), got {q.shape[0]}; "
-            "pad the step to a multiple"
+            f"q must hold servers x tokens_per_server rows (servers = {servers}), got "
+            f"{q.shape[0]}; pad the step to a multiple"
         )
     copies = key_head_copies(q.shape[1], k.shape[1], tp)
     k, v = (jnp.repeat(x, copies, axis=1) for x in (k, v))
@@ -214,7 +216,7 @@ def key_head_copies(num_q_heads: int, num_kv_heads: int, tp: int) -> int:
         )
     if num_kv_heads % tp and tp % num_kv_heads:
         raise ValueError(
-            f"num_kv_heads (= {num_kv_heads}) must divide tp (= {tp}) or be a multiple of it; choose "
-            f"another tp for {num_q_heads} query heads"
+            f"num_kv_heads (= {num_kv_heads}) must divide tp (= {tp}) or be a multiple of it; "
+            f"choose another tp for {num_q_heads} query heads"
         )
     return max(1, tp // num_kv_heads)

@@ -1,6 +1,7 @@
-"""Head-tail token order: every document cut in 2S chunks, chunk r and chunk 2S-1-r on rank r (host, numpy only).
+"""Head-tail token order (host): of every document's 2S chunks, rank r holds r and 2S-1-r.
 
-Under a causal mask the two chunks of one rank cost the same whatever the rank, so each document is balanced by itself.
+Under a causal mask the two chunks of one rank cost the same whatever the rank, so each document is
+balanced by itself.
 Letters: T tokens per rank, S ranks, N documents.
 """
 
@@ -14,7 +15,8 @@ from cad_jax.sharding.tasks import document_starts
 class HeadTail(NamedTuple):
     """Where the tokens of one step live.
 
-    order: int64 [S * T], position in the new order -> global token; rank r holds rows [r T, (r + 1) T), ascending.
+    order: int64 [S * T], position in the new order -> global token; rank r holds rows [r T, (r + 1)
+    T), ascending.
     k_lo: int64 [S * T], first global token that the query at this position sees.
     k_hi: int64 [S * T], one past the last; equal to k_lo on padding.
     """
@@ -25,7 +27,7 @@ class HeadTail(NamedTuple):
 
 
 def causal_ranges(lengths: np.ndarray, total_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Global key range [lo, hi) of every global token, int64 [total_tokens] each; lo = hi on padding."""
+    """Global key range [lo, hi) of every global token, int64 [total_tokens]; lo = hi on padding."""
     lengths = np.asarray(lengths, np.int64)
     token = np.arange(total_tokens, dtype=np.int64)
     real_tokens = int(lengths.sum())
@@ -36,7 +38,7 @@ def causal_ranges(lengths: np.ndarray, total_tokens: int) -> tuple[np.ndarray, n
 
 
 def rank_pairs(lengths: np.ndarray, order: np.ndarray, servers: int) -> np.ndarray:
-    """(query, key) pairs that fall on each rank when it computes all keys of the queries it holds: int64 [S]."""
+    """(query, key) pairs of each rank when it attends all keys of its queries, int64 [S]."""
     lo, hi = causal_ranges(lengths, len(order))
     return (hi - lo)[order].reshape(servers, -1).sum(axis=1)
 
@@ -44,9 +46,10 @@ def rank_pairs(lengths: np.ndarray, order: np.ndarray, servers: int) -> np.ndarr
 def head_tail(lengths: np.ndarray, servers: int, tokens_per_server: int) -> HeadTail:
     """Order for documents laid end to end, padding last.
 
-    A document of n tokens gives every rank two chunks of n // 2S tokens. The fewer than 2S tokens that remain at its end,
-    short documents and the padding are dealt one by one, rank after rank, so every rank holds exactly T tokens. A rank's
-    tokens ascend, so the keys that any query sees within any rank's tokens are always contiguous.
+    A document of n tokens gives every rank two chunks of n // 2S tokens. The fewer than 2S tokens
+    that remain at its end, short documents and the padding are dealt one by one, rank after rank,
+    so every rank holds exactly T tokens. A rank's tokens ascend, so the keys that any query sees
+    within any rank's tokens are always contiguous.
 
     Args:
       lengths: [N] tokens of each document; zero is legal.
@@ -61,8 +64,9 @@ def head_tail(lengths: np.ndarray, servers: int, tokens_per_server: int) -> Head
     real_tokens = int(lengths.sum())
     if real_tokens > total_tokens:
         raise ValueError(
-            f"documents must fit servers x tokens_per_server (= {servers} x {tokens_per_server} = {total_tokens} tokens), "
-            f"but they hold {real_tokens}; pack fewer documents or raise tokens_per_server"
+            f"documents must fit servers x tokens_per_server (= {servers} x {tokens_per_server} = "
+            f"{total_tokens} tokens), but they hold {real_tokens}; pack fewer documents or raise "
+            "tokens_per_server"
         )
     starts = document_starts(lengths)
     chunk_tokens = lengths // (2 * servers)

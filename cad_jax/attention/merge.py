@@ -13,10 +13,10 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
     """
     if out.shape[0] == 1:
         return out[0], lse[0]
-    peak = lse.max(axis=0)
-    weight = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak))
-    total = weight.sum(axis=0)
-    share = weight / jnp.where(total > 0, total, 1.0)
-    share = share[..., None]
+    peak = lse.max(axis=0, keepdims=True)
+    peak = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    weight = jnp.exp(lse - peak)
+    total = weight.sum(axis=0, keepdims=True)
+    share = (weight / jnp.where(total > 0, total, 1.0))[..., None]
     merged = jnp.where(share > 0, out.astype(jnp.float32) * share, 0.0).sum(axis=0)
-    return merged.astype(out.dtype), jnp.log(total) + jnp.where(jnp.isneginf(peak), 0.0, peak)
+    return merged.astype(out.dtype), (jnp.log(total) + peak)[0]

@@ -1,10 +1,10 @@
 """Core attention left to XLA's partitioner: sharding constraints, no collective of our own.
 
-Queries stay sharded over the pool in document order; keys and values are constrained to be replicated,
-so the partitioner gathers them (and reduces their gradients). Two forms: `blockwise_attention`, the same
-tiles as everywhere in this package, and `dense_attention`, the masked [queries, keys] form people
-write first. Both take global arrays over the pool's axes, which must be left to the partitioner
-(jit, or a shard_map manual over tp only).
+Queries stay sharded over the pool in document order; keys and values are constrained to be
+replicated, so the partitioner gathers them (and reduces their gradients). Two forms:
+`blockwise_attention`, the same tiles as everywhere in this package, and `dense_attention`, the
+masked [queries, keys] form people write first. Both take global arrays over the pool's axes, which
+must be left to the partitioner (jit, or a shard_map manual over tp only).
 
 Letters: N = S T tokens of the pool, H query heads, K key/value heads, D head dim.
 """
@@ -58,8 +58,8 @@ def _forward(axis_names, q, k, v, ranges: KeyRanges):
 def blockwise_attention(axis_names: tuple[str, ...], q, k, v, ranges: KeyRanges) -> jax.Array:
     """q [N, H, D]; k, v [N, K, D]; ranges [S, T] of global keys -> out [N, H, D].
 
-    Every rank walks its own list of tile pairs; all take as many steps as the longest list, a number
-    known before the loop, so that no step needs the partitioner to agree on an end.
+    Every rank walks its own list of tile pairs; all take as many steps as the longest list, a
+    number known before the loop, so that no step needs the partitioner to agree on an end.
     """
     return _forward(axis_names, q, k, v, ranges)[0]
 
@@ -72,7 +72,10 @@ def _blockwise_fwd(axis_names, q, k, v, ranges):
 def _blockwise_bwd(axis_names, residuals, d_out):
     q, k, v, out, lse, ranges = residuals
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    chunk = lambda x: _sharded(x.reshape(*ranges.k_lo.shape, *x.shape[1:]), axis_names)  # noqa: E731
+
+    def chunk(x):
+        return _sharded(x.reshape(*ranges.k_lo.shape, *x.shape[1:]), axis_names)
+
     dq, dk, dv = xla.backward_chunks(
         chunk(q),
         _replicated(k),

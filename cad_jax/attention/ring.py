@@ -1,7 +1,8 @@
 """Core attention by passing keys and values around a ring (head-tail order, inside shard_map).
 
-At step i a rank attends the block of the rank i places before it while that block is already on its way to the next. Partial
-outputs merge by log-sum-exp in float32; in the backward a block's dk and dv travel with it, also in float32.
+At step i a rank attends the block of the rank i places before it while that block is already on its
+way to the next. Partial outputs merge by log-sum-exp in float32; in the backward a block's dk and
+dv travel with it, also in float32.
 Letters: T tokens per rank, S ranks, H query heads, K key/value heads, D head dim.
 """
 
@@ -27,7 +28,8 @@ class RingSettings(NamedTuple):
 
 
 def expand(arrays: HeadTailArrays, axis_names: tuple[str, ...]) -> KeyRanges:
-    """Once per step: the key range of each of my queries within the block of every ring step, int32 [S, T] each.
+    """Once per step: the key range of each of my queries within the block of every ring step, int32
+    [S, T] each.
 
     A rank's tokens ascend, so a range of global tokens is a range of its rows: two binary searches.
     """
@@ -51,7 +53,8 @@ def _pass_on(block, axis_names):
 
 
 def _around(ranges: KeyRanges, first, middle, last):
-    """Chains `first` on step 0, `middle` on steps 1 .. S-2 (one scan) and `last` on step S-1, each with its step's ranges.
+    """Chains `first` on step 0, `middle` on steps 1 .. S-2 (one scan) and `last` on step S-1, each
+    with its step's ranges.
 
     Only the middle both receives a block and sends it on. S is at least 2.
     """

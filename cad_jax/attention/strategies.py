@@ -1,8 +1,8 @@
-"""Ways to distribute core attention, one interface: prepare on the host, expand and attend on devices.
+"""Ways to distribute core attention: prepare on the host, expand and attend on the devices.
 
-`make_strategy(name, ...)` gives one of: cad (planned servers), home (the same machinery, nothing moves),
-all_gather and ring (context parallelism in head-tail order), native and native_dense (left to XLA's
-partitioner). The model receives `attend` and never learns which it is.
+`make_strategy(name, ...)` gives one of: cad (planned servers), home (the same machinery, nothing
+moves), all_gather and ring (context parallelism in head-tail order), native and native_dense (left
+to XLA's partitioner). The model receives `attend` and never learns which it is.
 
 Letters: T tokens per server, S servers, H query heads, K key/value heads, D head dim.
 """
@@ -20,6 +20,7 @@ from cad_jax.attention import all_gather, cad, native, ring
 from cad_jax.attention.all_gather import HeadTailArrays
 from cad_jax.attention.base import KeyRanges
 from cad_jax.attention.head_tail import causal_ranges, head_tail, rank_pairs
+from cad_jax.attention.varlen import KERNEL_NAMES
 from cad_jax.sharding.capacities import (
     capacities_from_plans,
     default_capacities,
@@ -65,8 +66,9 @@ class Prepared(NamedTuple):
 
 
 class Strategy(Protocol):
-    """One way to distribute core attention. `expand` and `attend` run where `manual_axes` are manual:
-    with the pool's axes among them, on one rank's arrays (no leading dim) and rows; else on global ones."""
+    """One way to distribute core attention. `expand` and `attend` run where `manual_axes` are
+    manual: with the pool's axes among them, on one rank's arrays (no leading dim) and rows; else on
+    global ones."""
 
     @property
     def name(self) -> str: ...
@@ -279,8 +281,10 @@ def make_strategy(
       heads: of one device, key heads replicated where there are fewer of them than tp devices.
       tolerance: cad's bound on the most loaded server's work over the mean, less one.
       capacities: of cad and home. Without them they hold all but one in a thousand of the plans
-        for `sample_lengths`, and any home plan; without these too, they follow from the other arguments.
-      transport: "auto" (fewest predicted seconds) | "direct" | "relay", where capacities are not given.
+        for `sample_lengths`, and any home plan; without these too, they follow from the other
+        arguments.
+      transport: "auto" (fewest predicted seconds) | "direct" | "relay", where capacities are not
+        given.
       sample_lengths: document lengths of some microbatches to come.
       kernel: see `varlen_attention`; native runs "xla" only, native_dense has none.
       axis_names: mesh axes of the pool, in rank order.
@@ -291,6 +295,8 @@ def make_strategy(
     """
     if name not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {name!r}")
+    if kernel not in KERNEL_NAMES:
+        raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
     pool = Pool(servers, tokens_per_server, heads, axis_names, kernel)
     if name in ("cad", "home"):
         if capacities is None:
@@ -309,8 +315,8 @@ def make_strategy(
     own_kernel = "xla" if name == "native" else "auto"
     if kernel not in ("auto", own_kernel):
         raise ValueError(
-            f"strategy {name} must leave splitting to XLA's partitioner, which kernel {kernel!r} does "
-            f"not allow; use kernel {own_kernel!r}"
+            f"strategy {name} must leave splitting to XLA's partitioner, which kernel {kernel!r} "
+            f"does not allow; use kernel {own_kernel!r}"
         )
     return NativeStrategy(name, pool)
 

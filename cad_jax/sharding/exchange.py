@@ -31,6 +31,10 @@ from cad_jax.sharding.tables import expand as expand
 
 _CARRIERS = {2: jnp.uint16, 4: jnp.uint32}
 
+# Units at hand, lane by lane: columns side by side (data, bit patterns of scalars), each of sources
+# end to end. They are gathered straight into a send buffer, never laid out themselves.
+type Columns = Sequence[tuple[jax.Array, ...]]
+
 
 def all_to_all_rows(send: jax.Array, axis_names: tuple[str, ...]) -> jax.Array:
     """One collective over the product of `axis_names`: [S, head_slices, C, W] -> same shape, where
@@ -59,7 +63,7 @@ def dispatch_fwd(
     lanes = _lanes(q, k, v)
     q_units, kv_units = _to_units(q, lanes), _to_units(jnp.concatenate([k, v], axis=1), lanes)
     (received,) = _where_anything_travels(
-        lambda: _send([((q_units, kv_units), tables.dispatch)], axis_names), tables, skip_empty
+        lambda: _send([([(q_units, kv_units)], tables.dispatch)], axis_names), tables, skip_empty
     )
     query = _take((q_units, received), tables.query)
     return (
@@ -79,17 +83,19 @@ def combine_fwd(
     partials, tokens, q_units = tables.merge.shape
     unit_heads = num_heads // q_units
     lanes = unit_heads * head_dim
-    units = _with_scalars(_to_units(out, lanes), lse)
+    units = _to_units(out, lanes)
+    bits = _to_bits(lse, units)
+    columns = [(units,), (bits,)]
     returned = _where_anything_travels(
-        lambda: _send_back((units,), tables.output_back, tables.output, axis_names, out.dtype),
+        lambda: _send_back(columns, tables.output_back, tables.output, axis_names, out.dtype),
         tables, skip_empty,
     )  # fmt: skip
-    merged = _take((units, returned), tables.merge.reshape(-1))
+    merge = tables.merge.reshape(-1)
+    out_home = _from_units(_take((units, returned[:, :lanes]), merge), out.dtype, (head_dim,))
+    lse_home = _from_bits(_take((bits, returned[:, lanes:]), merge), unit_heads)
+    lse_home = jnp.where(merge[:, None] < 0, -jnp.inf, lse_home)
     shape = (partials, tokens, num_heads)
-    out_home = _from_units(merged[:, :lanes], out.dtype, (head_dim,)).reshape(*shape, head_dim)
-    lse_home = _scalars(merged[:, lanes:], unit_heads)
-    nothing = (tables.merge < 0).reshape(-1, 1)
-    return out_home, jnp.where(nothing, -jnp.inf, lse_home).reshape(shape)
+    return out_home.reshape(*shape, head_dim), lse_home.reshape(shape)
 
 
 def dispatch_bwd(
@@ -103,23 +109,24 @@ def dispatch_bwd(
     lanes = _lanes(q, k, v)
     q_units, d_units = _to_units(q, lanes), _to_units(d_out, lanes)
     kv_units = _to_units(jnp.concatenate([k, v], axis=1), lanes)
-    q_scalars, d_scalars = _with_scalars(q_units, lse), _with_scalars(d_units, delta)
-    spare = q_scalars.shape[1] - lanes
+    lse_bits, delta_bits = _to_bits(lse, q_units), _to_bits(delta, d_units)
+    no_bits = jnp.zeros((kv_units.shape[0], lse_bits.shape[1]), lse_bits.dtype)
     streams = [
-        ((q_scalars, jnp.pad(kv_units, ((0, 0), (0, spare)))), tables.dispatch),
-        ((d_scalars,), tables.output),
+        ([(q_units, kv_units), (lse_bits, no_bits)], tables.dispatch),
+        ([(d_units,), (delta_bits,)], tables.output),
     ]
     received, received_out = _where_anything_travels(
         lambda: _send(streams, axis_names), tables, skip_empty
     )
-    query = _take((q_scalars, received), tables.query)
-    query_out = _take((d_scalars, received_out), tables.query_out)
 
-    def unpack(units):
-        data = _from_units(units[:, :lanes], q.dtype, q.shape[1:])
-        return data, _scalars(units[:, lanes:], lanes // q.shape[2]).reshape(data.shape[:2])
+    def unpack(own, own_bits, received, index):
+        units = _take((own, received[:, :lanes]), index)
+        bits = _take((own_bits, received[:, lanes:]), index)
+        scalars = _from_bits(bits, lanes // q.shape[2]).reshape(-1, q.shape[1])
+        return _from_units(units, q.dtype, q.shape[1:]), scalars
 
-    (q_buf, lse_buf), (d_out_buf, delta_buf) = unpack(query), unpack(query_out)
+    q_buf, lse_buf = unpack(q_units, lse_bits, received, tables.query)
+    d_out_buf, delta_buf = unpack(d_units, delta_bits, received_out, tables.query_out)
     k_buf, v_buf = _split_kv(_take((kv_units, received[:, :lanes]), tables.key), k)
     return q_buf, k_buf, v_buf, lse_buf, d_out_buf, delta_buf
 
@@ -133,22 +140,23 @@ def combine_bwd(
     """
     lanes = _lanes(dq, dk, dv)
     dq_units, dkv_units = _to_units(dq, lanes), _to_units(jnp.concatenate([dk, dv], axis=1), lanes)
-    hops = tables.dispatch
-
-    def travel():
-        sources = dq_units, dkv_units
-        arrived = _send_back(sources, tables.received_back, hops, axis_names, dq.dtype)
-        return sum_back(lax.bitcast_convert_type(arrived, dq.dtype), hops[0].back)
-
-    arrived = _where_anything_travels(travel, tables, skip_empty)
-
-    def total(units, own, part):
-        kept = lax.bitcast_convert_type(_take((units,), own), dq.dtype)
-        return (kept.astype(jnp.float32) + part).astype(dq.dtype)
-
+    columns, (first, *_) = [(dq_units, dkv_units)], tables.dispatch
+    arrived = _where_anything_travels(
+        lambda: _send_back(columns, tables.received_back, tables.dispatch, axis_names, dq.dtype),
+        tables, skip_empty,
+    )  # fmt: skip
+    arrived = lax.bitcast_convert_type(arrived, dq.dtype)
     split = len(tables.own_query_back)
-    dq_home = total(dq_units, tables.own_query_back, arrived[:split])
-    dkv_home = total(dkv_units, tables.own_key_back, arrived[split:])
+    if isinstance(first.back, Copies):
+        total = sum_back(arrived, first.back)
+        parts = total[:split], total[split:]
+    else:
+        parts = (sum_back(arrived, back) for back in (first.back[:split], first.back[split:]))
+    owns = (dq_units, tables.own_query_back), (dkv_units, tables.own_key_back)
+    dq_home, dkv_home = (
+        (lax.bitcast_convert_type(_take((units,), own), dq.dtype) + part).astype(dq.dtype)
+        for (units, own), part in zip(owns, parts, strict=True)
+    )
     return dq_home.reshape(-1, *dq.shape[1:]), *_split_kv(dkv_home, dk)
 
 
@@ -158,7 +166,7 @@ def sum_back(received: jax.Array, back: jax.Array | Copies) -> jax.Array:
         return _take((received,), back).astype(jnp.float32)
 
     def add(total, slot):
-        return total + _take((received,), slot).astype(jnp.float32), None
+        return total + _take((received,), slot), None
 
     first, *rest = back.levels
     total = _take((received,), first[0]).astype(jnp.float32)
@@ -183,48 +191,51 @@ def _where_anything_travels(travel, tables: Tables, skip_empty: bool):
 
 
 def _send(
-    streams: Sequence[tuple[tuple[jax.Array, ...], tuple[HopTable, ...]]],
-    axis_names: tuple[str, ...],
+    streams: Sequence[tuple[Columns, tuple[HopTable, ...]]], axis_names: tuple[str, ...]
 ) -> list[jax.Array]:
-    """Units of each stream (sources, hops), all of one width, through their hops: the units
+    """Units of each stream (columns, hops), all of one width W, through their hops: the units
     received, [S*C, W] each. One collective per hop.
     """
-    at_hand = [sources for sources, _ in streams]
-    lanes = at_hand[0][0].shape[1]
+    at_hand = [columns for columns, _ in streams]
     for number in range(len(streams[0][1])):
         sends = [hops[number].send for _, hops in streams]
-        blocks = [
-            _take(sources, send.reshape(-1)).reshape(*send.shape, lanes)
-            for sources, send in zip(at_hand, sends, strict=True)
+        units = [
+            _gather(columns, send.reshape(-1)) for columns, send in zip(at_hand, sends, strict=True)
         ]
+        blocks = [x.reshape(*send.shape, x.shape[1]) for x, send in zip(units, sends, strict=True)]
         received = all_to_all_rows(jnp.concatenate(blocks, axis=1)[:, None], axis_names)[:, 0]
         at_hand, start = [], 0
         for send in sends:
             stop = start + send.shape[1]
-            at_hand.append((received[:, start:stop].reshape(send.size, lanes),))
+            at_hand.append([(received[:, start:stop].reshape(send.size, received.shape[2]),)])
             start = stop
-    return [received for (received,) in at_hand]
+    return [received for ((received,),) in at_hand]
 
 
 def _send_back(
-    sources: tuple[jax.Array, ...], index: jax.Array, hops: tuple[HopTable, ...],
+    columns: Columns, index: jax.Array, hops: tuple[HopTable, ...],
     axis_names: tuple[str, ...], dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
-    """The way back: units sources[index] in the slots they arrived in -> what the first hop's send
-    slots [S*C] get back. Ranks on the way sum copies.
+    """The way back: units `index` of the columns in the slots they arrived in -> what the first
+    hop's send slots get back, [S*C, W]. Ranks on the way sum copies.
     """
-    units = _take(sources, index)
+    units = _gather(columns, index)
     for number, hop in reversed(list(enumerate(hops))):
         send = units.reshape(hop.send.shape[0], 1, hop.send.shape[1], units.shape[1])
         units = all_to_all_rows(send, axis_names).reshape(units.shape)
         if number == 0:
             break
         if isinstance(hop.back, Copies):
-            units = sum_back(lax.bitcast_convert_type(units, dtype), hop.back)
-            units = lax.bitcast_convert_type(units.astype(dtype), send.dtype)
+            total = sum_back(lax.bitcast_convert_type(units, dtype), hop.back).astype(dtype)
+            units = lax.bitcast_convert_type(total, send.dtype)
         else:
             units = _take((units,), hop.back)
     return units
+
+
+def _gather(columns: Columns, index: jax.Array) -> jax.Array:
+    """Units `index` with all their columns, int32 [n] -> [n, W]."""
+    return jnp.concatenate([_take(sources, index) for sources in columns], axis=1)
 
 
 def _take(sources: Sequence[jax.Array], index: jax.Array) -> jax.Array:
@@ -234,11 +245,10 @@ def _take(sources: Sequence[jax.Array], index: jax.Array) -> jax.Array:
     rows = jnp.zeros((index.shape[0], sources[0].shape[1]), sources[0].dtype)
     start = 0
     for source in sources:
-        stop = start + source.shape[0]
-        if start < stop:
-            here = ((index >= start) & (index < stop))[:, None]
-            rows = jnp.where(here, jnp.take(source, index - start, axis=0, mode="clip"), rows)
-        start = stop
+        if source.shape[0]:
+            found = jnp.take(source, index - start, axis=0, mode="clip")
+            rows = jnp.where((index >= start)[:, None], found, rows)
+        start += source.shape[0]
     return rows
 
 
@@ -273,14 +283,14 @@ def _split_kv(units: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
     return kv[:, 0], kv[:, 1]
 
 
-def _with_scalars(units: jax.Array, scalars: jax.Array) -> jax.Array:
-    """Units with their heads' float32 scalars [rows, H] behind them as bit patterns: [n, W]."""
+def _to_bits(scalars: jax.Array, units: jax.Array) -> jax.Array:
+    """Float32 scalars of all heads [rows, H] -> the bit patterns of each unit's, in its carrier."""
     bits = lax.bitcast_convert_type(scalars.astype(jnp.float32), units.dtype)
-    return jnp.concatenate([units, bits.reshape(units.shape[0], -1)], axis=1)
+    return bits.reshape(units.shape[0], -1)
 
 
-def _scalars(bits: jax.Array, unit_heads: int) -> jax.Array:
-    """Carrier lanes behind a unit -> float32 [n, g]."""
+def _from_bits(bits: jax.Array, unit_heads: int) -> jax.Array:
+    """Bit patterns of each unit's scalars -> float32 [n, g]."""
     if bits.dtype.itemsize < 4:
         bits = bits.reshape(bits.shape[0], unit_heads, 4 // bits.dtype.itemsize)
     return lax.bitcast_convert_type(bits, jnp.float32)

@@ -37,7 +37,7 @@ from cad_jax.sharding.tasks import (
 VARIANTS = ((2, 10), (8, 9), (1, 6), (8, 10))
 REFINE_SWEEPS = 3
 RELAXED_TOLERANCES = (2, 4, 8)  # times the tolerance, tried where capacities refuse every variant
-REPAIR_ROUNDS = 48
+REPAIR_MOVES = 8192  # moves the repair plans in all: some 48 rounds of usual plans
 _UNLIMITED = 2**62
 _PIECE_COLUMNS = [DOCUMENT, Q_START, Q_STOP, HOME, SERVER]  # `balance.DOC` and on
 
@@ -145,10 +145,12 @@ def _fitted(
     balanced(query rows of each server, max moves) -> tasks, moves. The home plan must fit.
     """
     limits = query_rows.copy()
-    for _ in range(REPAIR_ROUNDS):
+    spent = 0
+    while True:
         tasks, refused = balanced(limits, _UNLIMITED)
         if fits(tasks):
             return tasks
+        spent += refused
         kept = 0
         while refused - kept > 1:
             middle = (kept + refused) // 2
@@ -156,10 +158,11 @@ def _fitted(
                 kept = middle
             else:
                 refused = middle
+        if spent > REPAIR_MOVES:
+            return balanced(limits, kept)[0]
         before, after = (_query_rows(balanced(limits, m)[0], len(limits)) for m in (kept, refused))
         server = int((after - before).argmax())
         limits[server] = before[server] + (after - before)[server] // 2
-    return balanced(limits, kept)[0]
 
 
 def balanced_tasks(

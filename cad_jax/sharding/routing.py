@@ -21,6 +21,7 @@ from cad_jax.sharding.traffic import (
     Pieces,
     RowMap,
     Traffic,
+    begins,
     buffer_maps,
     cut_at_homes,
     dispatch_traffic,
@@ -35,7 +36,7 @@ from cad_jax.sharding.traffic import (
 class Sends(NamedTuple):
     """One hop's moves: on `rank`, `units` units from unit `source` to slot `slot` of the block for
     `peer`. Where the hop reads what an earlier hop received, `source` is a slot of the block from
-    `source_peer`; else source_peer is None. `atom` and `offset` (first hop) name the units moved.
+    `source_peer`; else source_peer is None. `atom` (first hop): what the units are part of.
     """
 
     rank: np.ndarray
@@ -147,16 +148,15 @@ class RelayRoute:
 
     @cached_property
     def send_runs(self) -> tuple[np.ndarray, ...]:
-        runs = sum_by(self.atom_runs, self.traffic.group_atoms[:-1])
         first = np.zeros(self.traffic.servers, np.int64)
-        np.add.at(first, self.traffic.group_home, runs)
+        np.add.at(first, self.traffic.group_home, self._group_runs)
         return first, (self._sizes > 0).T.astype(np.int64) @ self._members
 
     @cached_property
     def arrival_runs(self) -> np.ndarray:
-        runs = sum_by(self.atom_runs, self.traffic.group_atoms[:-1])
+        runs = self._group_runs[self.traffic.member_group]
         arrive = np.zeros(self.traffic.servers, np.int64)
-        np.add.at(arrive, self.traffic.member_server, runs[self.traffic.member_group])
+        np.add.at(arrive, self.traffic.member_server, runs)
         return arrive
 
     @cached_property
@@ -167,6 +167,11 @@ class RelayRoute:
             bounds, first, side="right"
         )
         return inside + 1
+
+    @cached_property
+    def _group_runs(self) -> np.ndarray:
+        """Pieces of each group: its atoms cut at block bounds, [G]."""
+        return sum_by(self.atom_runs, self.traffic.group_atoms[:-1])
 
     @cached_property
     def _bounds(self) -> np.ndarray:
@@ -184,8 +189,8 @@ class RelayRoute:
         """Atoms cut at block bounds, in the order of the atoms: (atom, offset in it, block, units)."""
         first = self.traffic.atom_first
         starts = np.concatenate([first, self._bounds[self._sizes.ravel() > 0]])
-        starts = np.sort(starts, kind="stable")
-        starts = starts[np.append(True, starts[1:] != starts[:-1])[: len(starts)]]
+        starts = np.sort(starts, kind="stable")  # two sorted runs: a merge
+        starts = starts[begins(starts)]
         units = np.diff(np.append(starts, self.traffic.units.sum()))
         atom = np.searchsorted(first, starts, side="right") - 1
         block = np.searchsorted(self._bounds, starts, side="right") - 1
@@ -220,9 +225,8 @@ class RelayRoute:
         group, server = traffic.member_group[order], traffic.member_server[order]
         slots = sum_before(self._sizes[group], server)  # [P, S]
         atom, offset, block, units = self._pieces
-        per_group = sum_by(self.atom_runs, traffic.group_atoms[:-1])
-        member, nth = spread(per_group[group])
-        piece = (np.cumsum(per_group) - per_group)[group][member] + nth
+        member, nth = spread(self._group_runs[group])
+        piece = (np.cumsum(self._group_runs) - self._group_runs)[group][member] + nth
         relay = block[piece] % traffic.servers
         start = traffic.atom_first[atom[piece]] + offset[piece] - self._bounds[block[piece]]
         slot = slots[member, relay] + start

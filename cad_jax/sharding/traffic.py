@@ -96,6 +96,13 @@ def spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
+def begins(owner: np.ndarray) -> np.ndarray:
+    """Where a run of equal owners begins, bool."""
+    new = np.ones(len(owner), bool)
+    new[1:] = owner[1:] != owner[:-1]
+    return new
+
+
 def row_map(
     server: np.ndarray, start: np.ndarray, stop: np.ndarray, servers: int, tokens: int
 ) -> RowMap:
@@ -106,7 +113,9 @@ def row_map(
     low, high = server * span + start, server * span + stop
     order = np.argsort(low, kind="stable")
     low, high = low[order], np.maximum.accumulate(high[order])
-    first = np.flatnonzero(np.append(True, low[1:] > high[:-1])[: len(low)])
+    apart = np.ones(len(low), bool)
+    apart[1:] = low[1:] > high[:-1]
+    first = np.flatnonzero(apart)
     key, high = low[first], high[np.append(first[1:], len(low))[: len(first)] - 1]
     server, length = key // span, high - key
     begin = np.searchsorted(server, np.arange(servers + 1))
@@ -150,7 +159,7 @@ def _overlay(pieces: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
     # Pieces are ordered by server, so a stable sort leaves each interval's servers ascending.
     order = np.argsort(interval, kind="stable")
     interval, server = interval[order], pieces.server[owner[order]]
-    new = np.append(True, interval[1:] != interval[:-1])[: len(interval)]
+    new = begins(interval)
     used = interval[new]
     return cuts[used], cuts[np.minimum(used + 1, len(cuts) - 1)], np.cumsum(new) - 1, server
 
@@ -179,17 +188,13 @@ def dispatch_traffic(
     home, pair_atom, pair_server = map(np.concatenate, (home, pair_atom, pair_server))
     members = np.bincount(pair_atom, minlength=atoms)
     pair_first = np.cumsum(members) - members
-    keys = [home]
+    keys = [home]  # then the set of servers, 64 of them a word
     for word in range(-(-servers // 64)):
         bit = np.where(pair_server // 64 == word, 1, 0).astype(np.uint64)
         bits = bit << (pair_server % 64).astype(np.uint64)
         keys.append(np.bitwise_or.reduceat(bits, pair_first) if atoms else bits)
     order = np.lexsort(keys[::-1])
-    new = np.zeros(atoms, bool)
-    new[:1] = True
-    for key_ in keys:
-        new[1:] |= key_[order][1:] != key_[order][:-1]
-    head = np.flatnonzero(new)
+    head = np.flatnonzero(np.any([begins(part[order]) for part in keys], axis=0))
     leader = order[head]
     member_group, nth = spread(members[leader])
     units = np.concatenate(units)[order]
@@ -218,7 +223,7 @@ def query_partials(query: Pieces, tokens_per_server: int) -> Partials:
     order.
     """
     start, stop, atom, server = _overlay(query)
-    first = np.flatnonzero(np.append(True, atom[1:] != atom[:-1])[: len(atom)])
+    first = np.flatnonzero(begins(atom))
     level = np.arange(len(atom)) - first[atom]
     return Partials(start[atom] // tokens_per_server, server, start[atom], stop[atom], level)
 
@@ -231,7 +236,7 @@ def output_traffic(
     pair = partials.home[remote] * servers + partials.server[remote]
     order = remote[np.argsort(pair, kind="stable")]
     home, server, start, stop, level = (x[order] for x in partials)
-    head = np.flatnonzero(np.append(True, np.diff(home * servers + server) != 0)[: len(order)])
+    head = np.flatnonzero(begins(home * servers + server))
     units = (stop - start) * heads.q_units
     return Traffic(
         servers, home, start, start % tokens_per_server * heads.q_units, units, level,
@@ -241,11 +246,12 @@ def output_traffic(
 
 
 def sum_by(values: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Sum over each run of entries that begins at one of `first`."""
     return np.add.reduceat(values, first) if len(first) else values[:0]
 
 
 def sum_before(values: np.ndarray, owner: np.ndarray) -> np.ndarray:
     """Sum over the earlier entries (dim 0) of the same owner; owners are contiguous."""
     total = np.cumsum(values, axis=0) - values
-    first = np.append(True, owner[1:] != owner[:-1])[: len(owner)]
+    first = begins(owner)
     return total - total[np.flatnonzero(first)][np.cumsum(first) - 1]

@@ -1,5 +1,5 @@
-"""Core attention disaggregation as users meet it: any documents without recompiling, padding and other
-documents without effect, nothing computed twice, partial outputs merged exactly."""
+"""Core attention disaggregation as users meet it: any documents without recompiling, padding and
+other documents without effect, nothing computed twice, partial outputs merged exactly."""
 
 import re
 from functools import cache, partial
@@ -90,7 +90,7 @@ def test_any_documents_without_recompiling(way: str, examples: int) -> None:
     seen = []
 
     @settings(
-        max_examples=examples, derandomize=True, deadline=None, database=None,
+        max_examples=examples + 10, derandomize=True, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(document_lengths())
@@ -159,8 +159,9 @@ def key_split_plan(parts: int, servers: int, tokens: int, length: int, heads: He
 
 
 def test_partial_outputs_merge_like_one() -> None:
-    """Keys of each query over 1, 2, 4 servers: bfloat16 errors at most 1.5 times the unsplit ones, and
-    twice the naive op's; gradients of a key row are sums over up to eight servers."""
+    """Keys of each query over 1, 2, 4 servers: bfloat16 outputs err at most 1.5 times the unsplit
+    ones, gradients (of a key row: sums over up to eight servers) twice, all no more than the naive
+    op."""
     servers, tokens, length, heads = 8, 40, 311, HeadShape(4, 2, 32)
     plans = [key_split_plan(parts, servers, tokens, length, heads) for parts in (1, 2, 4)]
     needs = [required_capacities(plan, "relay") for plan in plans]
@@ -183,11 +184,14 @@ def test_partial_outputs_merge_like_one() -> None:
     naive = naive_errors((length,), servers * tokens, case.heads, 32, "bfloat16")[:, 0]
     assert step._cache_size() == 1
     for error in errors:
-        assert (error <= 1.5 * errors[0]).all() and (error <= 2 * naive).all(), (errors, naive)
+        assert error[0] <= 1.5 * errors[0][0]
+        # Four partial dq, each rounded once to travel, err 1.6 times as much as one.
+        assert (error <= 2 * errors[0]).all() and (error <= naive).all(), (errors, naive)
 
 
 def exchanges_in_gradient(policy) -> int:
-    """All-to-alls in the compiled gradient of two scanned, rematerialised layers, direct transport."""
+    """All-to-alls in the compiled gradient of two scanned, rematerialised layers, direct
+    transport."""
     heads, embedding_dim = HeadShape(2, 1, 8), 16
     plan = cad_jax.plan_documents(
         [700, 40, 200], servers=SERVERS, tokens_per_server=TOKENS_PER_SERVER, num_q_heads=2,
@@ -255,5 +259,11 @@ def test_wrapper_refuses_what_does_not_fit() -> None:
         attend(512, 6, 3, make_mesh(dp=2, tp=2))
     with pytest.raises(ValueError, match=r"plan with servers=4"):
         attend(512, 2, 1, make_mesh(dp=4))
+    with pytest.raises(
+        ValueError, match=r"plan with this tokens_per_server and with the heads of one"
+    ):
+        attend(512, 4, 1, make_mesh(dp=2))
+    with pytest.raises(ValueError, match=r"the plan has 256 tokens per server"):
+        attend(1024, 2, 1, make_mesh(dp=2))
     with pytest.raises(ValueError, match=r"pad the step"):
         attend(511, 2, 1, make_mesh(dp=2))

@@ -1,5 +1,6 @@
-"""Every strategy computes causal attention within documents, exactly: a pairwise cover of strategies,
-transports, kernels, meshes, heads and dtypes against a float64 oracle, per tensor and per document."""
+"""Every strategy computes causal attention within documents, exactly: a pairwise cover of
+strategies, transports, kernels, meshes, heads and dtypes against a float64 oracle, per tensor and
+per document."""
 
 import itertools
 

@@ -87,16 +87,26 @@ def operands(rows, keys, heads, kv_heads, dim, dtype, ranges: KeyRanges, seed=0)
         x = rng.normal(size=(count, heads, dim)).astype(np.float32)
         return jnp.asarray(np.where(alive[:, None, None], x, np.nan), dtype)
 
-    q, k, v = draw(rows, heads, live), draw(keys, kv_heads, attended), draw(keys, kv_heads, attended)
+    q, k, v = (
+        draw(rows, heads, live),
+        draw(keys, kv_heads, attended),
+        draw(keys, kv_heads, attended),
+    )
     return (q, k, v, draw(rows, heads, live)), live, attended
 
 
 @partial(jax.jit, static_argnames="kernel")
-def attend(q, k, v, d_out, ranges, kernel):
-    """out, lse, dq, dk, dv; delta of rows without keys is NaN where d_out is."""
-    out, lse = varlen_attention(q, k, v, ranges, kernel=kernel)
+def gradients(q, k, v, d_out, out, lse, ranges, kernel):
+    """dq, dk, dv; delta of rows without keys is NaN where d_out is."""
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    return out, lse, *varlen_attention_bwd(q, k, v, d_out, lse, delta, ranges, kernel=kernel)
+    return varlen_attention_bwd(q, k, v, d_out, lse, delta, ranges, kernel=kernel)
+
+
+@partial(jax.jit, static_argnames="kernel")
+def attend(q, k, v, d_out, ranges, kernel):
+    """out, lse, dq, dk, dv"""
+    out, lse = varlen_attention(q, k, v, ranges, kernel=kernel)
+    return out, lse, *gradients(q, k, v, d_out, out, lse, ranges, kernel)
 
 
 @cache
@@ -110,7 +120,12 @@ def check(results, expected, live, attended, gates) -> None:
     out, lse, dq, dk, dv = (np.asarray(x, np.float32) for x in results)
     for name, result, gate in zip(TENSORS, (out, dq, dk, dv), gates, strict=True):
         assert np.isfinite(result).all(), name
-        assert relative_error(result, getattr(expected, name)) <= gate, name
+        want = getattr(expected, name)
+        if name in ("dq", "dk") and not np.abs(want).max() > 1e-9:
+            # A softmax over one key has no gradient: rounding is compared with dv, of the same scale.
+            assert np.linalg.norm(result) <= gate * np.linalg.norm(expected.dv), name
+        else:
+            assert relative_error(result, want) <= gate, name
     assert not out[~live].any() and not dq[~live].any()
     assert not dk[~attended].any() and not dv[~attended].any()
     assert np.isneginf(lse[~live]).all()
@@ -125,13 +140,12 @@ def test_ranges(kernel, case) -> None:
     check(results, expected_of(case), live, attended, [FLOAT32_GATE] * 4)
 
 
-SHAPES = {  # rows, keys, H, K, D: query groups 1, 4, 8, 8 with one key head; odd buffers
-    "mha": (130, 200, 4, 4, 32),
+SHAPES = {  # rows, keys, H, K, D: odd buffers, query groups of 1, 4, 8 and one key head
+    "mha": (63, 127, 4, 4, 32),
     "gqa4": (130, 200, 8, 2, 64),
     "gqa8": (65, 131, 16, 2, 32),
     "mqa": (65, 131, 8, 1, 128),
     "one_row": (1, 1, 2, 1, 32),
-    "one_key_tile_less_one": (63, 127, 2, 2, 64),
 }
 
 
@@ -171,8 +185,9 @@ def naive(q, k, v, ranges):
     return jnp.einsum("hqk,khd->qhd", weights.astype(v.dtype), v)
 
 
-@pytest.mark.parametrize("dim", [32, 128])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel, dim", [("reference", 64), ("xla", 32), ("xla", 128), ("triton", 128)]
+)
 def test_bfloat16_errs_at_most_twice_the_naive_op(kernel, dim) -> None:
     ranges = ragged(200, 260)
     args, live, attended = operands(200, 260, 4, 2, dim, jnp.bfloat16, ranges)
@@ -188,7 +203,7 @@ def test_bfloat16_errs_at_most_twice_the_naive_op(kernel, dim) -> None:
 
 def test_4092_tokens() -> None:
     ranges = KeyRanges(*causal_ranges([4092], 4100))
-    args, live, attended = operands(4100, 4100, 2, 1, 32, jnp.float32, ranges)
+    args, live, attended = operands(4100, 4100, 1, 1, 32, jnp.float32, ranges)
     expected = dense_varlen(*args[:3], *ranges, d_out=args[3])
     check(attend(*args, ranges, "xla"), expected, live, attended, [FLOAT32_GATE] * 4)
 
@@ -197,11 +212,10 @@ def test_4092_tokens() -> None:
 def test_a_wrong_lse_fails_the_gate(kernel) -> None:
     """The gates are tight enough to see a log-sum-exp that is off by one percent."""
     ranges = CASES["odd_lengths"]
-    (q, k, v, d_out), live, _ = operands(ROWS, KEYS, HEADS, KV_HEADS, DIM, jnp.float32, ranges)
+    (q, k, v, d_out), _, _ = operands(ROWS, KEYS, HEADS, KV_HEADS, DIM, jnp.float32, ranges)
     out, lse, *_ = attend(q, k, v, d_out, ranges, kernel)
-    delta = (d_out * out).sum(axis=-1)
     expected = expected_of("odd_lengths")
-    grads = varlen_attention_bwd(q, k, v, d_out, lse * 1.01, delta, ranges, kernel=kernel)
+    grads = gradients(q, k, v, d_out, out, lse * 1.01, ranges, kernel)
     for name, grad in zip(TENSORS[1:], grads, strict=True):
         assert relative_error(grad, getattr(expected, name)) > 100 * FLOAT32_GATE
 
@@ -209,8 +223,15 @@ def test_a_wrong_lse_fails_the_gate(kernel) -> None:
 SPLIT_ROWS = 512
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel, dtype",
+    [
+        ("reference", "float32"),
+        ("xla", "float32"),
+        ("xla", "bfloat16"),
+        ("triton", "bfloat16"),
+    ],
+)
 def test_key_splits_merge_to_the_unsplit_result(kernel, dtype) -> None:
     """One document's keys in 1, 2, 4, 16 parts: output and summed gradients err at most 1.5 times as much."""
     ranges = KeyRanges(*causal_ranges([SPLIT_ROWS]))
@@ -222,12 +243,6 @@ def test_key_splits_merge_to_the_unsplit_result(kernel, dtype) -> None:
     def partial_out(k_lo, k_hi):
         return varlen_attention(q, k, v, KeyRanges(k_lo, k_hi), kernel=kernel)
 
-    @jax.jit
-    def partial_grads(lse, delta, k_lo, k_hi):
-        return varlen_attention_bwd(
-            q, k, v, d_out, lse, delta, KeyRanges(k_lo, k_hi), kernel=kernel
-        )
-
     errors = {}
     for parts in (1, 2, 4, 16):
         size = SPLIT_ROWS // parts
@@ -236,11 +251,12 @@ def test_key_splits_merge_to_the_unsplit_result(kernel, dtype) -> None:
             lo = np.full(SPLIT_ROWS, part * size, np.int32)
             cuts.append((lo, np.clip(ranges.k_hi, lo, lo + size)))
         outs, lses = zip(*(partial_out(*cut) for cut in cuts), strict=True)
-        out, lse = merge_partials(jnp.stack(outs), jnp.stack(lses))
-        delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-        grads = [partial_grads(lse, delta, *cut) for cut in cuts]
-        sums = [sum(x.astype(jnp.float32) for x in g) for g in zip(*grads, strict=True)]
-        results = (out.astype(jnp.float32), *(x.astype(dtype).astype(jnp.float32) for x in sums))
+        out, lse = jax.jit(merge_partials)(np.stack(outs), np.stack(lses))
+        grads = [gradients(q, k, v, d_out, out, lse, KeyRanges(*cut), kernel) for cut in cuts]
+        sums = (
+            np.sum([np.asarray(x, np.float32) for x in g], axis=0) for g in zip(*grads, strict=True)
+        )
+        results = (out, *(x.astype(np.asarray(out).dtype) for x in sums))
         errors[parts] = [
             relative_error(x, getattr(expected, name))
             for x, name in zip(results, TENSORS, strict=True)
@@ -397,9 +413,7 @@ def test_blocks_fit_their_buffers() -> None:
     for platform in ("cpu", "gpu"):
         for group in (1, 4, 8, 32):
             for backward in (False, True):
-                blocks = xla.choose_blocks(
-                    platform, 24, 9, group, jnp.bfloat16, backward=backward
-                )
+                blocks = xla.choose_blocks(platform, 24, 9, group, jnp.bfloat16, backward=backward)
                 assert 0 < blocks.q <= 24 and 0 < blocks.k <= 16
 
 

@@ -1,4 +1,5 @@
-"""Strategies on the host: token order, figures, digests, refusals; and what XLA makes of `native`."""
+"""Strategies on the host: token order, figures, digests, refusals; and what XLA makes of
+`native`."""
 
 import re
 
@@ -114,6 +115,8 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match=r"strategy must be one of cad, home, .*, got 'ulysses'"):
         make("ulysses")
+    with pytest.raises(ValueError, match=r"kernel must be one of auto, .*, got 'flash'"):
+        make("cad", kernel="flash")
     for name, kernel in (("native", "triton"), ("native_dense", "xla")):
         with pytest.raises(ValueError, match=rf"strategy {name} .* use kernel"):
             make(name, kernel=kernel)
@@ -139,7 +142,8 @@ def while_bodies(text: str) -> dict[str, list[str]]:
 
 
 def test_native_has_no_collective_inside_a_loop() -> None:
-    """All ranks take the same number of steps, known beforehand: nothing to agree on along the way."""
+    """All ranks take the same number of steps, known beforehand: nothing to agree on along the
+    way."""
     case = Case("native", "xla", 4, 2, (4, 2), 16, "float32")
     strategy = strategy_of(case, 128)
     prepared = strategy.prepare(np.array([300, 50, 100]))

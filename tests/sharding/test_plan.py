@@ -61,6 +61,8 @@ def test_a_plan_says_what_it_holds(plan):
     ("column", "value", "message"),
     [
         (HOME, 3, "must live on its home rank; task of document 0"),
+        (Q_START, 1000, "must live on its home rank; task of document 0"),
+        (Q_STOP, 1200, "keys must be a non-empty range that ends by q_stop"),
         (HOME, 4, "home and server must be among the 4 servers; task of document 0"),
         (SERVER, -1, "home and server must be among the 4 servers; task of document 0"),
         (

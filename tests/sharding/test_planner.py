@@ -7,20 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cad_jax.sharding.balance import floor_sqrt, start_for, stop_for
+from cad_jax.sharding.balance import Pool, floor_sqrt, move, start_for, start_state, stop_for
 from cad_jax.sharding.capacities import capacities_from_plans, home_capacities
+from cad_jax.sharding.coverage import check_coverage
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.planner import VARIANTS, balanced_tasks, plan_documents
 from cad_jax.sharding.routing import required_capacities
 from cad_jax.sharding.tasks import (
     HOME,
+    K_STOP,
     Q_START,
     Q_STOP,
     SERVER,
     TILE_ROWS,
     HeadShape,
     document_starts,
+    home_tasks,
 )
+from cad_jax.sharding.traffic import buffer_maps
 from tests.generators import REAL_LENGTH_LISTS, REAL_LENGTHS_DIR, awkward_lengths, real_batches
 
 MIB = 2**20
@@ -65,6 +69,9 @@ def check_promises(plan: Plan) -> None:
     )  # fmt: skip
     if home.max_over_mean_home <= 1 + plan.tolerance:
         assert plan.moves == 0
+    before, after = plan.tasks[:-1], plan.tasks[1:]
+    joined = (before[:, [0, HOME, SERVER]] == after[:, [0, HOME, SERVER]]).all(1)
+    assert not (joined & (before[:, Q_STOP] == after[:, Q_START])).any()
     starts = document_starts(plan.lengths)
     for d, q_start, q_stop, *_ in plan.tasks.tolist():
         for position in (q_start, q_stop):
@@ -102,6 +109,14 @@ def test_one_document_spreads_over_the_pool():
     plan = plan_of([8 * 4096], 8, 4096, tolerance=0.05)
     check_promises(plan)
     assert np.count_nonzero(plan.loads()) == 8
+
+
+def test_thousands_of_short_documents_on_one_rank():
+    rng = np.random.default_rng(0)
+    for lengths in (np.full(2048, 16), rng.integers(0, 64, 1000)):
+        plan = plan_of(lengths, 8, 32768)
+        check_promises(plan)
+        assert plan.moves > len(lengths) // 2
 
 
 def test_equal_documents_over_several_ranks_ask_for_no_more_than_home():
@@ -162,6 +177,57 @@ def test_measured_capacities_need_no_fallback(name):
         assert plan.fallback_tasks == 0
         assert capacities.holds(required_capacities(plan, capacities.transport))
         assert plan.max_over_mean <= allowed(plan) + 1e-9
+
+
+@pytest.mark.parametrize("tight", [1.0, 1.2, 1.6])
+def test_rows_of_a_server_are_hard_limits(tight):
+    lengths, tokens, servers = np.array([5000] + [300] * 9), 1024, 8
+    heads = HeadShape(4, 1, 8)
+    free = plan_of(lengths, servers, tokens)
+    home = dataclasses.replace(free, tasks=home_tasks(lengths, tokens))
+    need = required_capacities(home, "direct")
+    limits = int(tight * need.query_rows), int(tight * need.key_rows)
+    for variant in VARIANTS:
+        for query_rows, key_rows in (limits, (2 * tokens, limits[1]), (limits[0], 9999)):
+            tasks, moves = balanced_tasks(
+                lengths, servers, tokens, heads, 0.05, query_rows=np.full(servers, query_rows),
+                key_rows=key_rows, variant=variant,
+            )  # fmt: skip
+            need = required_capacities(dataclasses.replace(free, tasks=tasks), "direct")
+            assert moves and need.query_rows <= query_rows and need.key_rows <= key_rows
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_loads_rows_and_units_stay_right_while_pieces_move(lengths, random):
+    servers, tokens, heads = 6, 1024, HeadShape(4, 1, 8)
+    lengths = np.array(lengths, np.int64)
+    columns = [0, Q_START, Q_STOP, HOME, SERVER]
+    home = home_tasks(lengths, tokens)
+    pieces = np.zeros((64, 5), np.int64)
+    pieces[: len(home)] = home[:, columns]
+    limits = np.full(servers, 2**40)
+    pool = Pool(document_starts(lengths), tokens, heads.q_units, heads.kv_units, limits, 2**40, 0)
+    state = start_state(pool, pieces, len(home), servers)
+    for _ in range(12):
+        count = int(state.count[0])
+        if count == 0:
+            break
+        i = random.randrange(count)
+        low = random.randrange(int(pieces[i, 1]), int(pieces[i, 2]))
+        high = random.randrange(low, int(pieces[i, 2])) + 1
+        others = [s for s in range(servers) if s != pieces[i, 4]]
+        move(pool, state, i, low, high, random.choice(others))
+    tasks = np.zeros((int(state.count[0]), 7), np.int64)
+    tasks[:, columns] = pieces[: len(tasks)]
+    tasks[:, K_STOP] = tasks[:, Q_STOP]
+    plan = dataclasses.replace(plan_of(lengths, servers, tokens), tasks=tasks)
+    check_coverage(lengths, tasks)
+    assert state.load.tolist() == plan.loads().tolist()
+    assert state.units_in.tolist() == plan.travelling_rows().units_in(heads).tolist()
+    query, key = buffer_maps(plan)
+    assert state.rows.tolist() == query.rows.tolist()
+    assert state.keys.tolist() == key.rows.tolist()
 
 
 def test_tight_capacities_fall_back_and_say_so():

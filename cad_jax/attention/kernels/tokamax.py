@@ -13,14 +13,15 @@ tile sizes: every host compiles the same program, whatever its autotuning cache 
 
 import jax
 import jax.numpy as jnp
-from tokamax._src.ops.attention.base import Mask
-from tokamax._src.ops.attention.pallas_mosaic_gpu import (
-    ConfigSM90,
-    PallasMosaicGpuFlashAttention,
+from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
+    base,
+    pallas_mosaic_gpu,
+    pallas_mosaic_gpu_vjp,
+    pallas_mosaic_gpu_vjp_common,
 )
-from tokamax._src.ops.attention.pallas_mosaic_gpu_vjp import PallasMosaicGpuFlashAttentionVjp
-from tokamax._src.ops.attention.pallas_mosaic_gpu_vjp_common import Config as ConfigVjp
-from tokamax._src.precision import canonicalize_precision
+from tokamax._src.precision import (  # pyright: ignore[reportMissingImports]
+    canonicalize_precision,
+)
 
 from cad_jax.attention.base import KeyRanges, attended_keys, without_slack
 
@@ -46,7 +47,7 @@ def _operands(q, k, v, ranges: KeyRanges):
     queries = _padded(without_slack(q, live))
     keys, values = (_padded(without_slack(x, attended)) for x in (k, v))
     k_start, k_end = (_padded(x)[None] for x in ranges)
-    return live, queries, keys, values, Mask(k_start=k_start, k_end=k_end)
+    return live, queries, keys, values, base.Mask(k_start=k_start, k_end=k_end)
 
 
 def forward(q, k, v, ranges: KeyRanges, scale: float) -> tuple[jax.Array, jax.Array]:
@@ -54,8 +55,10 @@ def forward(q, k, v, ranges: KeyRanges, scale: float) -> tuple[jax.Array, jax.Ar
     _check(q)
     live, queries, keys, values, mask = _operands(q, k, v, ranges)
     wide = q.shape[-1] <= 128
-    config = ConfigSM90(block_q=64, block_kv=128 if wide else 64, num_stages=2, persistent=wide)
-    attend = PallasMosaicGpuFlashAttention(config=config, use_stable_softmax=True)
+    config = pallas_mosaic_gpu.ConfigSM90(
+        block_q=64, block_kv=128 if wide else 64, num_stages=2, persistent=wide
+    )
+    attend = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention(config=config, use_stable_softmax=True)
     out, (peak, total) = attend(
         queries, keys, values, mask=mask, logits_scale=scale, return_residuals=True
     )
@@ -73,7 +76,8 @@ def _with_delta(d_out, delta):
     lane = jnp.argmax(jnp.abs(d_out), axis=-1, keepdims=True)
     largest = jnp.take_along_axis(d_out, lane, axis=-1).astype(jnp.float32)
     quotient = jnp.where(largest != 0, delta[..., None] / jnp.where(largest != 0, largest, 1), 0)
-    return jnp.where(jnp.arange(d_out.shape[-1]) == lane, quotient, 0.0)
+    lanes = jax.lax.broadcasted_iota(lane.dtype, d_out.shape, d_out.ndim - 1)
+    return jnp.where(lanes == lane, quotient, 0.0)
 
 
 def backward(q, k, v, d_out, lse, delta, ranges: KeyRanges, scale: float):
@@ -81,7 +85,7 @@ def backward(q, k, v, d_out, lse, delta, ranges: KeyRanges, scale: float):
     _check(q)
     live, queries, keys, values, mask = _operands(q, k, v, ranges)
     d_outs, lses, deltas = (_padded(without_slack(x, live)) for x in (d_out, lse, delta))
-    config = ConfigVjp(
+    config = pallas_mosaic_gpu_vjp_common.Config(
         block_q_dkv=64,
         block_kv_dkv=64,
         block_q_dq=64,
@@ -89,7 +93,7 @@ def backward(q, k, v, d_out, lse, delta, ranges: KeyRanges, scale: float):
         num_stages=2 if q.shape[-1] <= 128 else 1,
     )
     precision = canonicalize_precision(jax.lax.Precision.DEFAULT)
-    grads = PallasMosaicGpuFlashAttentionVjp(config=config)(
+    grads = pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp(config=config)(
         (lses.T, jnp.ones_like(lses.T)),
         _with_delta(d_outs, deltas),
         d_outs,

@@ -110,7 +110,7 @@ def _forward_kernel(
 
 
 def _rows_of_queries(i, head, block_q, lo_ref, hi_ref, q_ref, d_out_ref, lse_ref, delta_ref):
-    """A query tile's operands, its dead rows such that their weights and gradients are exactly 0."""
+    """A query tile's operands, zero in rows without keys: those then add exact zeros to every gradient."""
     rows = q_ref.shape[0]
     lo, hi = (_load(x, i, block_q, rows) for x in (lo_ref, hi_ref))
     live = lo < hi
@@ -118,7 +118,7 @@ def _rows_of_queries(i, head, block_q, lo_ref, hi_ref, q_ref, d_out_ref, lse_ref
         jnp.where(live[:, None], _load(x, i, block_q, rows, head, slice(None)), 0)
         for x in (q_ref, d_out_ref)
     )
-    lse = jnp.where(live, _load(lse_ref, i, block_q, rows, head), jnp.inf)
+    lse = jnp.where(live, _load(lse_ref, i, block_q, rows, head), 0.0)
     delta = jnp.where(live, _load(delta_ref, i, block_q, rows, head), 0.0)
     return lo, hi, query, d_out, lse * _LOG2_E, delta
 

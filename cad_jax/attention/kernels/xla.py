@@ -79,29 +79,21 @@ class _Walk(NamedTuple):
     total: jax.Array  # pairs
 
 
-def _walk(first, before_gap, gap, count) -> _Walk:
-    tiles = count.shape[0]
-    order = jnp.argsort(count == 0, stable=True).astype(jnp.int32)
-    live = jnp.where(jnp.arange(tiles) < (count > 0).sum(), order, tiles)
-    spare = lambda x: jnp.pad(x, (0, 1))  # noqa: E731
-    return _Walk(
-        jnp.pad(live, (0, 1), constant_values=tiles),
-        spare(count),
-        spare(first),
-        spare(before_gap),
-        spare(gap),
-        count.sum(),
-    )
-
-
 def _walks(ranges: KeyRanges, key_rows: int, blocks: Blocks) -> tuple[_Walk, _Walk]:
     """The pairs that need no mask, and those that do."""
     t = tile_tables(ranges, key_rows, blocks.q, blocks.k)
-    inner = t.inner_stop - t.inner_first
-    left = t.inner_first - t.key_first
-    plain = _walk(t.inner_first, inner, jnp.zeros_like(inner), inner)
-    masked = _walk(t.key_first, left, inner, t.key_stop - t.key_first - inner)
-    return plain, masked
+    inner, left = t.inner_stop - t.inner_first, t.inner_first - t.key_first
+    first = jnp.stack([t.inner_first, t.key_first])
+    before_gap = jnp.stack([inner, left])
+    gap = jnp.stack([jnp.zeros_like(inner), inner])
+    count = jnp.stack([inner, t.key_stop - t.key_first - inner])
+    tiles = count.shape[1]
+    index = lax.broadcasted_iota(jnp.int32, count.shape, 1)
+    live = jnp.sort(jnp.where(count > 0, index, tiles), axis=1)
+    spare = [jnp.pad(x, ((0, 0), (0, 1))) for x in (count, first, before_gap, gap)]
+    live = jnp.pad(live, ((0, 0), (0, 1)), constant_values=tiles)
+    plain, masked = ([x[i] for x in (live, *spare, count.sum(axis=1))] for i in (0, 1))
+    return _Walk(*plain), _Walk(*masked)
 
 
 def _for_pairs(walk: _Walk, trips, step, state):
@@ -132,11 +124,11 @@ def _add(tiles, i, tile):
     return _write(tiles, i, _read(tiles, i) + tile)
 
 
-def _query_tiles(x, kv_heads: int, block: int, fill: float = 0):
-    """[CQ, H, ...] -> [K, NQ + 1, M, ...]; padding and the spare tile hold `fill`."""
+def _query_tiles(x, kv_heads: int, block: int):
+    """[CQ, H, ...] -> [K, NQ + 1, M, ...]; padding and the spare tile are zero."""
     tiles = -(-x.shape[0] // block) + 1
     pad = ((0, tiles * block - x.shape[0]),) + ((0, 0),) * (x.ndim - 1)
-    x = jnp.pad(x, pad, constant_values=fill)
+    x = jnp.pad(x, pad)
     x = x.reshape(tiles, block, kv_heads, -1, *x.shape[2:])
     x = jnp.moveaxis(x, (2, 3), (0, 2))
     return x.reshape(kv_heads, tiles, -1, *x.shape[4:])
@@ -269,7 +261,6 @@ def _backward(
         return dqs.astype(q.dtype), dks, dvs
 
     kv_heads = k.shape[1]
-    lse = jnp.where(live[:, None], lse, jnp.inf)  # rows without keys: exp(score - inf) = 0
     dq, dk, dv = lax.map(
         one_head,
         (
@@ -277,7 +268,7 @@ def _backward(
             _query_tiles(without_slack(d_out, live), kv_heads, blocks.q),
             _key_tiles(k, blocks.k),
             _key_tiles(v, blocks.k),
-            _query_tiles(lse, kv_heads, blocks.q, fill=jnp.inf),
+            _query_tiles(without_slack(lse, live), kv_heads, blocks.q),
             _query_tiles(without_slack(delta, live), kv_heads, blocks.q),
         ),
     )
@@ -294,9 +285,7 @@ def _one(platform: str, run, backward: bool, scale: float, q, k, v, *operands):
     attended = attended_keys(ranges, k.shape[0])
     k, v = (without_slack(x, attended) for x in (k, v))
     group = q.shape[1] // k.shape[1]
-    blocks = choose_blocks(
-        platform, q.shape[0], k.shape[0], group, q.dtype, backward=backward
-    )
+    blocks = choose_blocks(platform, q.shape[0], k.shape[0], group, q.dtype, backward=backward)
     walks = _walks(ranges, k.shape[0], blocks)
     return run(q, k, v, *operands, walks, [w.total for w in walks], scale, blocks)
 
@@ -307,9 +296,7 @@ def _chunks(platform: str, run, backward: bool, scale: float, q, k, v, *operands
     attended = jax.vmap(attended_keys, (0, None))(ranges, k.shape[0]).any(axis=0)
     k, v = (without_slack(x, attended) for x in (k, v))
     group = q.shape[2] // k.shape[1]
-    blocks = choose_blocks(
-        platform, q.shape[1], k.shape[0], group, q.dtype, backward=backward
-    )
+    blocks = choose_blocks(platform, q.shape[1], k.shape[0], group, q.dtype, backward=backward)
     walks = jax.vmap(lambda x: _walks(x, k.shape[0], blocks))(ranges)
     trips = [w.total.max() for w in walks]
 

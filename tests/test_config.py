@@ -1,0 +1,158 @@
+"""Configuration: JSON there and back, rules with value and cure, what a resume may change."""
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from cad_jax.attention.strategies import make_strategy
+from cad_jax.config import (
+    AttentionConfig,
+    MeshConfig,
+    TrainingConfig,
+    check_resume,
+    config_from_dict,
+    load_config,
+)
+from cad_jax.model_config import RopeScaling
+from cad_jax.recipes import RECIPES, llama3_8b_h200, stdlib_demo
+from cad_jax.sharding.capacities import default_capacities
+from cad_jax.sharding.cost import model_shape
+from cad_jax.sharding.tasks import HeadShape
+from cad_jax.train_step import TrainStep
+from tests.tiny_runs import tiny_config, with_changes
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_check_and_survive_json(name, tmp_path):
+    config = RECIPES[name]()
+    assert config.name == name
+    config.check()
+    config.save(tmp_path)
+    assert load_config(tmp_path) == config
+    assert RECIPES[name].__doc__
+
+
+def test_json_holds_what_is_optional(tmp_path):
+    config = tiny_config(tmp_path, "*.txt")
+    capacities = default_capacities(4, 128, HeadShape(4, 2, 8), transport="relay")
+    config = with_changes(
+        config,
+        model={"rope_scaling": RopeScaling(factor=4.0)},
+        attention={"capacities": capacities},
+        training={"max_minutes": 2.5},
+    )
+    again = config_from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config
+    assert again.attention.capacities == capacities
+
+
+def test_damaged_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="config.json must be the JSON a run writes"):
+        load_config(tmp_path)
+    values = tiny_config(tmp_path, "*.txt").to_dict()
+    with pytest.raises(ValueError, match="field model.depth is unknown"):
+        config_from_dict(values | {"model": values["model"] | {"depth": 3}})
+    del values["model"]["ffn_dim"]
+    with pytest.raises(ValueError, match="model.* is incomplete .*ffn_dim"):
+        config_from_dict(values)
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: MeshConfig(dp=0), r"mesh.dp \(=0\) must be at least 1"),
+        (
+            lambda: AttentionConfig(tolerance=-0.1),
+            r"tolerance \(=-0.1\) must not be negative; 0.05",
+        ),
+        (lambda: AttentionConfig(capacity_plans=0), r"capacity_plans \(=0\) must be at least 1"),
+        (lambda: TrainingConfig(steps=0), r"training.steps \(=0\) must be at least 1"),
+        (lambda: TrainingConfig(max_minutes=0), r"max_minutes \(=0\) must be positive, or None"),
+        (lambda: TrainingConfig(seed=-1), r"training.seed \(=-1\) must be from 0 to"),
+    ],
+)
+def test_rules_of_the_parts(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_rules_between_the_parts(tmp_path):
+    config = tiny_config(tmp_path, "*.txt")
+    config.check()
+    with pytest.raises(ValueError, match=r"\(=514\) must be divisible by .* \(=4\).*use 516"):
+        with_changes(config, training={"tokens_per_microbatch": 514}).check()
+    with pytest.raises(ValueError, match=r"num_q_heads \(=4\) must be divisible by tp \(=3\)"):
+        with_changes(config, mesh={"tp": 3}).check()
+
+
+def test_what_a_resume_may_change(tmp_path):
+    config = tiny_config(tmp_path, "*.txt")
+    saved = config.to_dict()
+    other = with_changes(
+        replace(config, folder="elsewhere"),
+        mesh={"dp": 2, "tp": 1},
+        attention={"strategy": "ring", "tolerance": 0.2},
+        training={"steps": 99},
+        checkpoint={"every_steps": 7},
+    )
+    check_resume(other, saved)
+    for part, change in (
+        ("model", {"num_layers": 3}),
+        ("model", {"rope_scaling": RopeScaling()}),
+        ("optimizer", {"learning_rate": 1.0}),
+        ("training", {"microbatches": 7}),
+        ("training", {"tokens_per_microbatch": 1024}),
+    ):
+        with pytest.raises(ValueError, match=f"written with {part}.{next(iter(change))}"):
+            check_resume(with_changes(config, **{part: change}), saved)
+
+
+def test_demo_is_about_five_million_parameters_in_pieces_of_half_a_step():
+    config = stdlib_demo()
+    assert 4.5e6 < config.model.num_parameters < 5.5e6
+    assert (config.mesh.pp, config.mesh.dp, config.mesh.tp) == (1, 4, 2)
+    piece = config.data.max_piece_tokens
+    assert piece is not None
+    step_tokens = config.training.tokens_per_microbatch * config.training.microbatches
+    assert piece <= step_tokens // 2
+    assert config.training.max_minutes == 6.0
+
+
+def test_llama3_8b_traces_on_its_own_mesh():
+    """The real configuration on a mesh that is not here: shapes, shardings and sizes."""
+    config = llama3_8b_h200()
+    shape = model_shape("llama3-8b")
+    for name in ("num_layers", "embedding_dim", "num_q_heads", "num_kv_heads", "ffn_dim"):
+        assert getattr(config.model, name) == getattr(shape, name)
+    assert config.model.num_parameters == 8_030_261_248
+    mesh = AbstractMesh((1, config.mesh.dp, config.mesh.tp), ("pp", "dp", "tp"))
+    tokens = config.training.tokens_per_microbatch
+    strategy = make_strategy(
+        "cad",
+        servers=config.mesh.servers,
+        tokens_per_server=config.tokens_per_server,
+        heads=config.model.head_shape(config.mesh.tp),
+        kernel="xla",
+        max_document_tokens=131_072,
+    )
+    prepared = strategy.prepare([131_072] * (tokens // 131_072))
+    step = TrainStep(config.model, mesh, strategy, config.optimizer, config.training.remat)
+    arrays = jax.tree.map(lambda a: a[None], prepared.arrays)
+    step.trace(1, tokens, arrays)
+    state = step.abstract_state()
+    per_device_bytes = sum(
+        leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(state)
+    )
+    assert per_device_bytes < 12 * 8.1e9 / config.mesh.dp, "parameters and moments are spread"
+    assert per_device_bytes < 20e9, "beside 141 GB of an H200"
+
+
+def _size(shape):
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size
