@@ -25,7 +25,7 @@ types: $(VENV)/installed
 	$(BIN)/basedpyright
 
 pytest: $(VENV)/installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 # The same suite against the oldest jax that pyproject.toml allows, in an environment of its own.
 $(VENV)-oldest/installed: pyproject.toml constraints.txt
@@ -35,7 +35,7 @@ $(VENV)-oldest/installed: pyproject.toml constraints.txt
 	touch $@
 
 test-oldest-jax: $(VENV)-oldest/installed
-	$(VENV)-oldest/bin/python -m pytest $(ARGS)
+	$(VENV)-oldest/bin/python -m pytest -n 2 $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest

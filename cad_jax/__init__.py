@@ -32,7 +32,18 @@ _MODULE_OF_NAME = {
     "plan_documents": "cad_jax.sharding.planner",
 }
 
-__all__ = sorted(_MODULE_OF_NAME)
+__all__ = [
+    "Capacities",
+    "HeadShape",
+    "Plan",
+    "PlanArrays",
+    "capacities_from_plans",
+    "core_attention",
+    "core_attention_local",
+    "default_capacities",
+    "make_mesh",
+    "plan_documents",
+]
 
 
 def __getattr__(name: str) -> object:

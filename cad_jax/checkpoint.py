@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,8 @@ class Checkpointer:
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates every file otherwise
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished)  # of a save that a kill cut short: never read again
             for step in self._numbered():
                 if not (self.folder / str(step) / COMMIT_FILE).exists():
                     self._put_aside(step, "incomplete")

@@ -22,7 +22,7 @@ class StepWork(NamedTuple):
 
     batch: Batch
     arrays: Any
-    digests: list[str]  # of each microbatch's plan, equal on every process
+    digests: list[str]  # of the data and of each microbatch's plan, equal on every process
     home_pairs: np.ndarray  # (query, key) pairs of each server of the first microbatch at home
     server_pairs: np.ndarray  # the same as the strategy spreads them, int64 [S] both
     pairs: int  # of all microbatches and servers
@@ -121,7 +121,7 @@ class StepFeed:
         return StepWork(
             batch=placed,
             arrays=arrays,
-            digests=[p.digest for p in prepared],
+            digests=[self._data.store.digest, *(p.digest for p in prepared)],
             home_pairs=prepared[0].home_pairs,
             server_pairs=prepared[0].pairs,
             pairs=sum(pairs),

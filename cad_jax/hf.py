@@ -49,6 +49,13 @@ FIXED_KEYS = (
     ("mlp_bias", False, "biases of the feed-forward part"),
     ("quantization_config", None, "quantised weights"),
 )
+REQUIRED_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)
 
 
 def read_config(
@@ -57,12 +64,21 @@ def read_config(
     """The LlamaConfig of a checkpoint folder, to be computed in `dtype`.
 
     Raises:
-        ValueError: no config.json, or an architecture other than Llama 2/3.
+        ValueError: no config.json that can be read, or an architecture other than Llama 2/3.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"no config.json in {directory}: give the folder of a checkpoint")
-    values = json.loads(path.read_text())
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): bring back an intact copy") from error
+    missing = [key for key in REQUIRED_KEYS if key not in values]
+    if missing:
+        raise ValueError(
+            f"{path} must state {', '.join(REQUIRED_KEYS)}, and lacks {', '.join(missing)}: "
+            "complete it, or use a Llama 2 or Llama 3 checkpoint"
+        )
     for key, allowed, words in FIXED_KEYS:
         if values.get(key, allowed) != allowed:
             raise ValueError(
@@ -200,8 +216,9 @@ def _check_tensors(directory: Path, found: Mapping[str, Any], config: LlamaConfi
     expected = dict(_expected(config))
     extra = {
         name
-        for name in set(found) - set(expected)
-        if not name.endswith(IGNORED_SUFFIX)
+        for name in found
+        if name not in expected
+        and not name.endswith(IGNORED_SUFFIX)
         and not (config.tied_embeddings and name == TABLE_NAMES["head"])
     }
     for words, names in (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
@@ -22,6 +23,7 @@ from cad_jax.metrics import MetricsLog, Reporter, mean_loss, plot_loss, plot_pla
 from cad_jax.prefetch import Prefetcher
 from cad_jax.processes import first_process, together
 from cad_jax.run_folder import CHECKPOINTS, check_folder, open_folder
+from cad_jax.sharding.cost import DEVICES, find_device
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.train import Loop, Outcome, StopRequest
 from cad_jax.train_step import TrainStep
@@ -64,6 +66,9 @@ def make_run_strategy(config: RunConfig, data: DocumentBatches) -> Strategy:
         kernel=attention.kernel,
         axis_names=POOL_AXES,
         max_document_tokens=data.max_document_tokens,
+        element_bytes=jnp.dtype(config.model.dtype).itemsize,
+        device=find_device(jax.devices()[0].device_kind) or DEVICES["h200"],
+        tp=config.mesh.tp,
     )
     if attention.capacities is not None:
         for lengths in samples:
@@ -77,7 +82,8 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
     resume: go on from the folder's newest whole checkpoint, from the start where there is none.
 
     Raises:
-        ValueError: the configuration, the data or the folder are not fit to run; nothing was changed.
+        ValueError: the configuration, the data or the folder are not fit to run. No step ran and no
+            checkpoint was lost; damaged ones may have been renamed.
         NonFiniteLossError, PlanDisagreementError: see `train.Loop.run`.
     """
     reporter = Reporter(config.training.steps, console, quiet=jax.process_index() != 0)
@@ -103,7 +109,7 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
             together(lambda: data.restore(restored.data))
         first_process(lambda: config.save(folder))
         step = 0 if restored is None else restored.step
-        _describe(reporter, config, mesh, data, resume, step)
+        _describe(reporter, config, mesh, data, strategy, resume, step)
         feed = StepFeed(data, strategy, train_step, mesh, config.training.microbatches)
         data_state = data.state()
         prefetcher = Prefetcher(feed.make)
@@ -143,6 +149,7 @@ def _describe(
     config: RunConfig,
     mesh: Mesh,
     data: DocumentBatches,
+    strategy: Strategy,
     resume: bool,
     step: int,
 ) -> None:
@@ -168,6 +175,7 @@ def _describe(
             f"{config.attention.strategy}: {config.mesh.servers} servers x "
             f"{config.tokens_per_server:,} tokens, tolerance {config.attention.tolerance}",
         ),
+        ("exchange", strategy.describe()),
         ("step", f"{step_tokens:,} tokens in {training.microbatches} microbatch(es)"),
         (
             "documents",

@@ -94,7 +94,10 @@ class LlamaConfig:
                 f"use {self.head_dim + 1}"
             )
         if self.dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"dtype (={self.dtype!r}) must be one of {COMPUTE_DTYPES}")
+            raise ValueError(
+                f"dtype (={self.dtype!r}) must be one of {COMPUTE_DTYPES}: parameters are float32 "
+                "in any case; bfloat16 computes faster"
+            )
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(

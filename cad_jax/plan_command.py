@@ -15,4 +15,10 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"cad-jax plan: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(
+            f"cad-jax plan: {error.filename} cannot be written ({error.strerror}): name another file",
+            file=sys.stderr,
+        )
+        return 2
     return 0

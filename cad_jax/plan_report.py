@@ -171,7 +171,9 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     shape = model_shape(args.model)
     for name in ("servers", "tokens_per_server"):
         if getattr(args, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+            raise ValueError(
+                f"{name} must be at least 1, got {getattr(args, name)}: a pool has ranks with tokens"
+            )
     for path in (args.json, args.plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: make the folder {path.parent} first")

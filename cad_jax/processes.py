@@ -118,26 +118,29 @@ class Agreement:
 
 
 def together[T](action: Callable[[], T]) -> T:
-    """Run `action` on every process; where it raises ValueError on any, raise it on all.
+    """Run `action` on every process; where it raises on any, raise on all.
 
-    Without this, the processes that went on would wait for the one that refused.
+    Without this, the processes that went on would wait for the one that failed. That one raises its
+    own error; the others raise ValueError with its text.
     """
-    result, refusal = None, ""
+    if jax.process_count() == 1:
+        return action()
+    result, failure = None, None
     try:
         result = action()
-    except ValueError as error:
-        if jax.process_count() == 1:
-            raise
-        refusal = str(error) or type(error).__name__
-    if jax.process_count() == 1:
-        return result  # pyright: ignore[reportReturnType]
+    except Exception as error:
+        failure = error
     text = np.zeros(MESSAGE_BYTES, np.uint8)
-    encoded = refusal.encode()[:MESSAGE_BYTES]
-    text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    for process, row in enumerate(multihost_utils.process_allgather(text)):
+    if failure is not None:
+        encoded = (str(failure) or type(failure).__name__).encode()[:MESSAGE_BYTES]
+        text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    messages = multihost_utils.process_allgather(text)
+    if failure is not None:
+        raise failure
+    for process, row in enumerate(messages):
         message = bytes(row).rstrip(b"\0").decode(errors="replace")
         if message:
-            raise ValueError(message if refusal else f"process {process}: {message}")
+            raise ValueError(f"process {process}: {message}")
     return result  # pyright: ignore[reportReturnType]
 
 

@@ -32,7 +32,7 @@ def debug_cpu8() -> RunConfig:
             dtype="float32",
         ),
         data=DataConfig(source="stdlib", max_piece_tokens=512),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=20),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=5, total_steps=20),
         mesh=MeshConfig(dp=4, tp=2, platform="cpu"),
         training=TrainingConfig(steps=20, tokens_per_microbatch=1024, microbatches=2),
         checkpoint=CheckpointConfig(every_steps=10),
@@ -57,9 +57,9 @@ def stdlib_demo() -> RunConfig:
             dtype="float32",
         ),
         data=DataConfig(source="stdlib", max_piece_tokens=1024),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20, total_steps=330),
+        optimizer=OptimizerConfig(learning_rate=8e-4, warmup_steps=20, total_steps=400),
         mesh=MeshConfig(dp=4, tp=2, platform="cpu"),
-        training=TrainingConfig(steps=330, tokens_per_microbatch=2048, max_minutes=6.0),
+        training=TrainingConfig(steps=400, tokens_per_microbatch=2048, max_minutes=6.0),
         checkpoint=CheckpointConfig(every_steps=50),
     )
 
@@ -72,9 +72,9 @@ def text_folder() -> RunConfig:
         folder="runs/text_folder",
         model=demo.model,
         data=DataConfig(source="text", max_piece_tokens=1024),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20, total_steps=330),
+        optimizer=OptimizerConfig(learning_rate=8e-4, warmup_steps=20, total_steps=400),
         mesh=demo.mesh,
-        training=TrainingConfig(steps=330, tokens_per_microbatch=2048),
+        training=TrainingConfig(steps=400, tokens_per_microbatch=2048),
         checkpoint=CheckpointConfig(every_steps=50),
     )
 

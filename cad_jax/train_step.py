@@ -211,7 +211,9 @@ class TrainStep:
         axes_of = [
             self.parallelism.manual(*p.replicated_axes) for p in jax.tree.leaves(self.description)
         ]
-        for axes in set(axes_of) - {()}:
+        for axes in dict.fromkeys(axes_of):  # not a set: every process must trace the same order
+            if not axes:
+                continue
             where = [i for i, own in enumerate(axes_of) if own == axes]
             for i, total in zip(where, lax.psum([leaves[i] for i in where], axes), strict=True):
                 leaves[i] = total

@@ -203,7 +203,7 @@ def hardware() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--batches", type=int, default=8, help="batches of each mix")
     parser.add_argument("--mix", nargs="*", choices=("equal", "stdlib", "one_long"))
     parser.add_argument("--out", default="experiments/results/real_time_cpu.csv")

@@ -118,6 +118,7 @@ def test_half_written_step_is_never_the_latest(saved):
     lines = []
     checkpointer = reopened(folder, lines)
     assert checkpointer.steps() == [10, 20]
+    assert not list(folder.glob("*tmp*"))  # a killed save does not fill the disk for good
     restored = checkpointer.restore(abstract_of(states[20]))
     assert restored is not None and restored.step == 20
     assert any("30" in line and "incomplete" in line for line in lines)

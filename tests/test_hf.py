@@ -131,6 +131,18 @@ def test_other_architectures_are_refused(tmp_path, changes, words):
         hf.read_config(tmp_path)
 
 
+def test_incomplete_configs_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    values = json.loads((GOLDEN / "llama2_tiny" / "config.json").read_text())
+    del values["intermediate_size"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="and lacks intermediate_size: complete it"):
+        hf.read_config(tmp_path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="config.json cannot be read .*bring back an intact"):
+        hf.read_config(tmp_path)
+
+
 def test_tensors_that_do_not_fit_are_refused(tmp_path):
     source, mesh = GOLDEN / "llama2_tiny", mesh_of(1, 1, 1)
     config = hf.read_config(source)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import cad_jax
+
 PACKAGE_DIR = Path(__file__).resolve().parents[1] / "cad_jax"
 SOURCES = {
     ".".join(path.relative_to(PACKAGE_DIR.parent).with_suffix("").parts).removesuffix(
@@ -97,6 +99,27 @@ def test_no_imports_inside_functions() -> None:
     assert not wrong
 
 
+def test_nothing_iterates_over_a_set() -> None:
+    """The order of a set of strings differs from process to process, and all must trace one
+    program: two hosts whose collectives stand in another order wait for each other for ever."""
+
+    def is_set(node: ast.expr) -> bool:
+        if isinstance(node, ast.BinOp):
+            return is_set(node.left) or is_set(node.right)
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        return isinstance(node, ast.Set | ast.SetComp) or (
+            called and node.func.id in ("set", "frozenset")
+        )
+
+    wrong = [
+        f"{module}:{node.iter.lineno}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.comprehension) and is_set(node.iter)
+    ]
+    assert not wrong
+
+
 def test_host_modules_never_reach_jax() -> None:
     assert "cad_jax.sharding.planner" in HOST_MODULES and set(SOURCES) >= HOST_MODULES
     reached, todo = set(), list(HOST_MODULES)
@@ -142,3 +165,10 @@ from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_public_names_all_load() -> None:
+    assert set(cad_jax.__all__) == set(cad_jax._MODULE_OF_NAME)
+    assert all(getattr(cad_jax, name) is not None for name in cad_jax.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = cad_jax.nothing

@@ -116,6 +116,8 @@ def test_plan_writes_its_json(tmp_path, capsys):
     arguments = f"plan --lengths {lengths} --servers 4 --tokens-per-server 512 --json {out}"
     assert main(arguments.split()) == 0
     assert out.exists()
+    assert main([*arguments.split()[:-1], str(tmp_path)]) == 2
+    assert f"{tmp_path} cannot be written (Is a directory): name another" in capsys.readouterr().err
     lengths.write_text("900\nmany\n")
     assert main(arguments.split()) == 2
     assert "line 2" in capsys.readouterr().err

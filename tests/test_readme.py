@@ -21,7 +21,7 @@ assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 def test_example_runs_as_printed() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(example.splitlines()) <= 36
+    assert len(example.splitlines()) <= 30
     script = example + CHECK.format(tests=str(ROOT / "tests"))
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300

@@ -11,6 +11,7 @@ Letters: T tokens per server, S servers, H query heads, K key/value heads, D hea
 CK key rows of a server's buffers; H and K of one device where a function runs inside shard_map.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -146,9 +147,30 @@ def core_attention_local(
       kernel: see `varlen_attention`.
 
     Returns: out [T, H, D] in q's dtype, differentiable in q, k and v.
+
+    Raises:
+      ValueError: the shapes, the arrays and the axes do not fit each other.
     """
+    rows_and_dims = {(x.shape[0], *x.shape[2:]) for x in (q, k, v)}
+    if q.ndim != 3 or k.shape != v.shape or len(rows_and_dims) > 1:
+        raise ValueError(
+            "q must be [T, H, D] and k and v [T, K, D], with the same T and D, got "
+            f"{q.shape}, {k.shape} and {v.shape}: pass the rows of this rank's tokens"
+        )
     if arrays.k_lo.ndim == 2:
+        if arrays.k_lo.shape[0] != 1:
+            raise ValueError(
+                "inside shard_map the arrays must be one rank's part, got those of "
+                f"{arrays.k_lo.shape[0]} ranks: pass them in with the spec P({axis_names})"
+            )
         arrays = jax.tree.map(lambda x: x[0], arrays)
+    ranks = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
+    servers = arrays.dispatch[0].extent.shape[0]
+    if servers != ranks:
+        raise ValueError(
+            f"the plan must have as many servers as axis_names {axis_names} have ranks "
+            f"(= {ranks}), but it has {servers}: plan with servers={ranks}, or name the pool's axes"
+        )
     heads = HeadShape(q.shape[1], k.shape[1], q.shape[2])
     tables = expand(arrays, heads, q.shape[0])
     return planned_attention(Settings(axis_names, kernel), q, k, v, tables)
@@ -180,6 +202,11 @@ def core_attention(
     Raises:
       ValueError: the shapes, the plan and the mesh do not fit each other.
     """
+    if tuple(mesh.axis_names) != MESH_AXES:
+        raise ValueError(
+            f"the mesh must have axes {MESH_AXES}, got {tuple(mesh.axis_names)}: make it with "
+            "cad_jax.make_mesh, or call core_attention_local inside a shard_map over your own"
+        )
     servers, tp = pool_size(mesh), mesh.shape[MESH_AXES[-1]]
     if arrays.k_lo.shape[0] != servers:
         raise ValueError(

@@ -20,13 +20,13 @@ from cad_jax.attention import all_gather, cad, native, ring
 from cad_jax.attention.all_gather import HeadTailArrays
 from cad_jax.attention.base import KeyRanges
 from cad_jax.attention.head_tail import causal_ranges, head_tail, rank_pairs
-from cad_jax.attention.varlen import KERNEL_NAMES
+from cad_jax.attention.varlen import KERNEL_NAMES, load_kernel
 from cad_jax.sharding.capacities import (
     capacities_from_plans,
     default_capacities,
     home_capacities,
 )
-from cad_jax.sharding.cost import choose_transport
+from cad_jax.sharding.cost import DEVICES, Device, choose_transport, exchange_s, max_over_mean
 from cad_jax.sharding.mesh import MESH_AXES, POOL_AXES
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import plan_documents
@@ -36,7 +36,7 @@ from cad_jax.sharding.tasks import TRANSPORT_HOPS, Capacities, HeadShape
 
 
 class StepFigures(NamedTuple):
-    """What a prepared microbatch costs. Bytes are of one layer's forward, per rank, bfloat16."""
+    """What a prepared microbatch costs. Bytes are of one layer's forward, per rank."""
 
     plan_s: float  # host seconds spent preparing
     max_over_mean_home: float  # (query, key) pairs of the worst rank over the mean, tokens at home
@@ -76,6 +76,10 @@ class Strategy(Protocol):
     @property
     def manual_axes(self) -> tuple[str, ...]: ...
 
+    def describe(self) -> str:
+        """For people: how rows travel, and what that costs."""
+        ...
+
     def prepare(self, lengths: np.ndarray, ranks: Sequence[int] | None = None) -> Prepared:
         """Host: lengths int64 [N] of documents laid end to end, padding last."""
         ...
@@ -98,6 +102,9 @@ class Pool:
     heads: HeadShape
     axis_names: tuple[str, ...]
     kernel: str
+    element_bytes: int
+    device: Device
+    tp: int
 
     @property
     def tokens(self) -> int:
@@ -108,9 +115,16 @@ class Pool:
         header = f"{name} {self.servers} {self.tokens_per_server} {self.heads}".encode()
         return hashlib.sha256(header + np.asarray(lengths, "<i8").tobytes()).hexdigest()
 
+    def describe_gather(self) -> str:
+        return f"every key to every rank: {self.gather_bytes() / 2**20:,.1f} MiB per rank and layer"
+
     def gather_bytes(self) -> int:
         """Bytes of the others' keys and values that reach every rank."""
-        return (self.servers - 1) * self.tokens_per_server * self.heads.kv_row_bytes()
+        return (
+            (self.servers - 1)
+            * self.tokens_per_server
+            * self.heads.kv_row_bytes(self.element_bytes)
+        )
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,15 @@ class PlannedStrategy:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         return MESH_AXES
+
+    def describe(self) -> str:
+        pool, heads = self.pool, self.pool.heads
+        wire = wire_bytes(self.capacities, pool.servers, heads, pool.element_bytes).forward
+        seconds = exchange_s(self.capacities, heads, pool.servers, pool.device, pool.tp)
+        return (
+            f"{self.capacities.transport} transport: {wire / 2**20:,.1f} MiB on the wire per rank and "
+            f"layer forward, {1e3 * seconds:,.2f} ms predicted on {pool.device.name} in bfloat16"
+        )
 
     def plan(self, lengths: np.ndarray) -> Plan:
         """The plan of a microbatch. Raises ValueError where documents or capacities do not fit."""
@@ -156,14 +179,16 @@ class PlannedStrategy:
         plan = self.plan(lengths)
         arrays = plan.arrays(ranks)
         plan_s = time.perf_counter() - start
-        bytes_in, bytes_out = plan.bytes_in(), plan.bytes_out()
+        item = self.pool.element_bytes
+        bytes_in, bytes_out = plan.bytes_in(item), plan.bytes_out(item)
+        wire = wire_bytes(self.capacities, plan.servers, plan.heads, item)
         figures = StepFigures(
             plan_s=plan_s,
             max_over_mean_home=plan.max_over_mean_home,
             max_over_mean=plan.max_over_mean,
             exchange_bytes_mean=float(bytes_in.mean()),
             exchange_bytes_max=float(max(bytes_in.max(), bytes_out.max())),
-            wire_bytes=float(wire_bytes(self.capacities, plan.servers, plan.heads).forward),
+            wire_bytes=float(wire.forward),
             capacity_used=plan.capacity_used(),
             fallback_tasks=plan.fallback_tasks,
         )
@@ -178,10 +203,6 @@ class PlannedStrategy:
         )
 
 
-def _max_over_mean(pairs: np.ndarray) -> float:
-    return float(pairs.max() * len(pairs) / max(int(pairs.sum()), 1)) if pairs.sum() else 1.0
-
-
 def _unplanned(pool: Pool, name: str, lengths, order, arrays, start: float) -> Prepared:
     """Prepared for strategies that send every key everywhere: no plan, no capacities."""
     plan_s = time.perf_counter() - start
@@ -189,7 +210,7 @@ def _unplanned(pool: Pool, name: str, lengths, order, arrays, start: float) -> P
     pairs = home if order is None else rank_pairs(lengths, order, pool.servers)
     gathered = float(pool.gather_bytes())
     figures = StepFigures(
-        plan_s, _max_over_mean(home), _max_over_mean(pairs), gathered, gathered, gathered, {}, 0
+        plan_s, max_over_mean(home), max_over_mean(pairs), gathered, gathered, gathered, {}, 0
     )
     return Prepared(order, arrays, figures, pool.digest(name, lengths), home, pairs)
 
@@ -210,6 +231,9 @@ class HeadTailStrategy:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         return MESH_AXES
+
+    def describe(self) -> str:
+        return self.pool.describe_gather()
 
     def prepare(self, lengths: np.ndarray, ranks: Sequence[int] | None = None) -> Prepared:
         start = time.perf_counter()
@@ -239,6 +263,9 @@ class NativeStrategy:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         return MESH_AXES[-1:]
+
+    def describe(self) -> str:
+        return self.pool.describe_gather()
 
     def prepare(self, lengths: np.ndarray, ranks: Sequence[int] | None = None) -> Prepared:
         start = time.perf_counter()
@@ -271,6 +298,9 @@ def make_strategy(
     kernel: str = "auto",
     axis_names: tuple[str, ...] = POOL_AXES,
     max_document_tokens: int | None = None,
+    element_bytes: int = 2,
+    device: Device = DEVICES["h200"],
+    tp: int = 1,
 ) -> Strategy:
     """The strategy of that name.
 
@@ -289,15 +319,24 @@ def make_strategy(
       kernel: see `varlen_attention`; native runs "xla" only, native_dense has none.
       axis_names: mesh axes of the pool, in rank order.
       max_document_tokens: the longest document to come; by default the whole microbatch.
+      element_bytes: of q, k and v, for the figures.
+      device, tp: what the ranks are, and how many of them share a server's tokens: transport
+        "auto" predicts seconds from both.
 
     Raises:
-      ValueError: an unknown name, a kernel the strategy cannot run, sample lengths that do not fit.
+      ValueError: an unknown name, a kernel the strategy cannot run or whose package is missing,
+        sample lengths that do not fit.
     """
     if name not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {name!r}")
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
-    pool = Pool(servers, tokens_per_server, heads, axis_names, kernel)
+    if kernel != "auto":
+        try:
+            load_kernel(kernel)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+    pool = Pool(servers, tokens_per_server, heads, axis_names, kernel, element_bytes, device, tp)
     if name in ("cad", "home"):
         if capacities is None:
             capacities = _first_capacities(name, pool, transport, max_document_tokens)
@@ -308,6 +347,8 @@ def make_strategy(
                     plans,
                     max_document_tokens=max_document_tokens,
                     transport=None if transport == "auto" else transport,
+                    device=device,
+                    tp=tp,
                 )
         return PlannedStrategy(name, pool, capacities, tolerance, max_document_tokens)
     if name in ("all_gather", "ring"):
@@ -327,7 +368,8 @@ def _first_capacities(
     """From static arguments alone: roomy for cad, just enough for home."""
     shape = pool.servers, pool.tokens_per_server, pool.heads, max_document_tokens
     if name == "cad":
-        return default_capacities(*shape, None if transport == "auto" else transport)
+        chosen = None if transport == "auto" else transport
+        return default_capacities(*shape, chosen, pool.device, pool.tp)
     transports = TRANSPORT_HOPS if transport == "auto" else (transport,)
     candidates = {t: home_capacities(*shape, t) for t in transports}
-    return candidates[choose_transport(candidates, pool.heads, pool.servers)]
+    return candidates[choose_transport(candidates, pool.heads, pool.servers, pool.device, pool.tp)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cad_jax.sharding.cost import choose_transport
+from cad_jax.sharding.cost import DEVICES, Device, choose_transport
 from cad_jax.sharding.routing import required_capacities
 from cad_jax.sharding.tasks import (
     CAPACITY_FIELDS,
@@ -60,21 +60,24 @@ def default_capacities(
     heads: HeadShape,
     max_document_tokens: int | None = None,
     transport: str | None = None,
+    device: Device = DEVICES["h200"],
+    tp: int = 1,
 ) -> Capacities:
     """Capacities from static arguments alone, roomy enough for balanced plans of real documents.
 
     Two T query rows; keys of two longest documents and 2 T rows besides (real plans were seen to
     need 1.7 T and less than that). Sends are bounded by a rank's own rows, each once; what a server
     receives by its keys above and T query rows. Without `max_document_tokens` a document may fill
-    the pool; without `transport` the one of fewest predicted seconds is taken. A recipe does better
-    from plans of its own data: `capacities_from_plans`.
+    the pool; without `transport` the one of fewest predicted seconds is taken, on `device`s of which
+    tp share a server's tokens. A recipe does better from plans of its own data:
+    `capacities_from_plans`.
     """
     if transport is None:
         candidates = {
             t: default_capacities(servers, tokens_per_server, heads, max_document_tokens, t)
             for t in TRANSPORT_HOPS
         }
-        return candidates[choose_transport(candidates, heads, servers)]
+        return candidates[choose_transport(candidates, heads, servers, device, tp)]
     floor = home_capacities(servers, tokens_per_server, heads, max_document_tokens, transport)
     longest = _longest(servers, tokens_per_server, max_document_tokens)
     tokens, relay = tokens_per_server, transport == "relay"
@@ -115,16 +118,18 @@ def capacities_from_plans(
     *,
     max_document_tokens: int | None = None,
     transport: str | None = None,
+    device: Device = DEVICES["h200"],
+    tp: int = 1,
 ) -> Capacities:
     """Capacities that hold the given percentile of `plans`, each on its own, and any home plan.
 
     Plan with default capacities for this. `transport`: by default the one of fewest predicted
-    seconds. `max_document_tokens`: the longest document to come; without it one may fill the pool.
+    seconds on `device`s of which tp share a server's tokens. `max_document_tokens`: the longest document to come; without it one may fill the pool.
     """
     if not plans:
         raise ValueError("capacities_from_plans needs at least one plan, got none: plan some steps")
     if not 0 <= percentile <= 100:
-        raise ValueError(f"percentile must be from 0 to 100, got {percentile}")
+        raise ValueError(f"percentile must be from 0 to 100, got {percentile}: 99.9 is usual")
     first = plans[0]
     pool = first.servers, first.tokens_per_server, first.heads
     if any((p.servers, p.tokens_per_server, p.heads) != pool for p in plans):
@@ -136,7 +141,7 @@ def capacities_from_plans(
             )
             for t in TRANSPORT_HOPS
         }
-        return candidates[choose_transport(candidates, first.heads, first.servers)]
+        return candidates[choose_transport(candidates, first.heads, first.servers, device, tp)]
     needs = [required_capacities(plan, transport) for plan in plans]
 
     def enough(name: str) -> Any:

@@ -24,8 +24,6 @@ from cad_jax.sharding.tasks import (
     document_starts,
 )
 
-BACKWARD_FLOPS_RATIO = 2.5  # backward attention recomputes the scores: five matmuls for two
-
 
 @dataclass(frozen=True)
 class Device:
@@ -78,28 +76,6 @@ class ModelShape:
     ffn_dim: int
     vocab_size: int
 
-    def heads(self, tp: int = 1) -> HeadShape:
-        """Heads of one device at `tp` devices a model copy; fewer key heads than devices repeat.
-
-        Raises ValueError where the heads do not divide.
-        """
-        if self.num_q_heads % tp:
-            raise ValueError(
-                f"{self.name} has {self.num_q_heads} query heads, which tp = {tp} does not divide: "
-                "choose a tp that does"
-            )
-        if self.num_kv_heads % tp and tp % self.num_kv_heads:
-            raise ValueError(
-                f"{self.name} has {self.num_kv_heads} key heads, which tp = {tp} neither divides "
-                "nor is a multiple of: choose a tp that is either"
-            )
-        return HeadShape(self.num_q_heads // tp, max(self.num_kv_heads // tp, 1), self.head_dim)
-
-    def linear_flops(self, tokens: int) -> int:
-        """FLOPs of all matrix multiplications of one layer's linear parts, one forward."""
-        attention = 2 * (self.num_q_heads + self.num_kv_heads) * self.head_dim
-        return 2 * tokens * self.embedding_dim * (attention + 3 * self.ffn_dim)
-
 
 # Layers, embedding, query heads, key heads, head dim, ffn, vocabulary, from the published
 # configurations; llama-34b is the shape used in the literature on packed long documents, with 16 key
@@ -131,11 +107,6 @@ def model_shape(name: str) -> ModelShape:
 def attention_flops(heads: HeadShape, pairs: int) -> int:
     """Forward FLOPs of `pairs` (query, key) pairs: two matmuls, 4 H D each pair."""
     return 4 * heads.num_q_heads * heads.head_dim * pairs
-
-
-def attention_backward_flops(heads: HeadShape, pairs: int) -> float:
-    """Backward FLOPs of `pairs` (query, key) pairs."""
-    return BACKWARD_FLOPS_RATIO * attention_flops(heads, pairs)
 
 
 def link_bytes_s(device: Device, servers: int, tp: int = 1) -> float:

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from cad_jax.sharding.tables import Copies, HopTable, Tables
-from cad_jax.sharding.tables import expand as expand
 
 _CARRIERS = {2: jnp.uint16, 4: jnp.uint32}
 

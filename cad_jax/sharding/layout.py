@@ -41,7 +41,7 @@ class Hop(NamedTuple):
 
 
 class PlanArrays(NamedTuple):
-    """A plan for the device. Leading dim S on the host; `exchange.expand` takes one rank's part
+    """A plan for the device. Leading dim S on the host; `tables.expand` takes one rank's part
     without it.
 
     k_lo, k_hi: int32 [S, CQ], key-buffer rows [k_lo, k_hi) each query-buffer row attends (0, 0:
@@ -50,7 +50,8 @@ class PlanArrays(NamedTuple):
     key buffer] <- [own q | own k/v | received]. assemble_output: units of the query buffer <- [own
     | received]. merge: int32 [S, M, R, 3], units of a home's own query rows, partial m <- [own
     query buffer | returned to the output's first hop send slots]. key_extent: int8 [S, CK, 0],
-    carries CK. travels: int32 [S], 1 on every rank if any row of the plan leaves its home.
+    carries CK. home_extent: int8 [S, T, q_units, kv_units, 0], carries what the plan was made for.
+    travels: int32 [S], 1 on every rank if any row of the plan leaves its home.
     """
 
     k_lo: Table
@@ -72,7 +73,10 @@ def lay_out(plan: PlanLike, ranks: Sequence[int] | None = None) -> PlanArrays:
     size, tokens, heads, limits = plan.servers, plan.tokens_per_server, plan.heads, plan.capacities
     chosen = np.arange(size) if ranks is None else np.asarray(ranks, np.int64)
     if len(np.unique(chosen)) != len(chosen) or np.any((chosen < 0) | (chosen >= size)):
-        raise ValueError(f"ranks must be distinct and in [0, {size}), got {list(chosen)}")
+        raise ValueError(
+            f"ranks must be distinct and in [0, {size}), got {chosen.tolist()}: name each once, or "
+            "leave ranks out for all"
+        )
     routing = route(plan, limits.transport)
     _check(routing, limits)
     local_units = tokens * (heads.q_units + heads.kv_units)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from cad_jax.sharding.capacities import capacities_from_plans, default_capacities
 from cad_jax.sharding.cost import (
     TravellingRows,
     max_over_mean,
@@ -34,16 +33,6 @@ from cad_jax.sharding.tasks import (
     home_tasks,
     sort_tasks,
 )
-
-__all__ = [
-    "Capacities",
-    "HeadShape",
-    "Plan",
-    "capacities_from_plans",
-    "default_capacities",
-    "describe_exceeded",
-    "home_plan",
-]
 
 FORMAT_VERSION = 1
 
@@ -140,7 +129,8 @@ class Plan:
 
     def digest(self) -> str:
         """SHA-256 of the contents, hexadecimal: the same on every host that holds the same plan."""
-        header = json.dumps([FORMAT_VERSION, *self._scalars().values()], sort_keys=True)
+        scalars = [FORMAT_VERSION, *self._scalars().values()]
+        header = json.dumps(scalars, sort_keys=True, default=int)  # numpy's integers are integers
         digest = hashlib.sha256(header.encode())
         for array in (self.lengths, self.tasks):
             digest.update(len(array).to_bytes(8, "little"))
@@ -191,7 +181,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json()))
+        Path(path).write_text(json.dumps(self.to_json(), default=int))
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
@@ -257,7 +247,6 @@ def home_plan(
     heads: HeadShape,
     capacities: Capacities,
     tolerance: float = 0.05,
-    fallback_tasks: int = 0,
 ) -> Plan:
     """The plan that moves nothing: every task at its home."""
     return Plan(
@@ -268,5 +257,4 @@ def home_plan(
         tolerance=tolerance,
         heads=heads,
         capacities=capacities,
-        fallback_tasks=fallback_tasks,
     )

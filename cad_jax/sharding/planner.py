@@ -258,7 +258,9 @@ def _check_home_fits(home: Plan) -> None:
 def _checked_lengths(lengths, servers, tokens_per_server, max_document_tokens) -> np.ndarray:
     for name, value in (("servers", servers), ("tokens_per_server", tokens_per_server)):
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise ValueError(
+                f"{name} must be at least 1, got {value}: a pool has ranks with tokens"
+            )
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(

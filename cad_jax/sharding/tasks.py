@@ -36,7 +36,10 @@ class HeadShape:
     def __post_init__(self):
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}: pass the heads of one "
+                    "device"
+                )
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and "

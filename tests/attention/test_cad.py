@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from strategy_cases import (
     COMPILER_OPTIONS,
@@ -267,3 +268,30 @@ def test_wrapper_refuses_what_does_not_fit() -> None:
         attend(1024, 2, 1, make_mesh(dp=2))
     with pytest.raises(ValueError, match=r"pad the step"):
         attend(511, 2, 1, make_mesh(dp=2))
+    with pytest.raises(ValueError, match=r"got \('data',\): make it with cad_jax.make_mesh, or"):
+        attend(512, 2, 1, jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)))
+
+
+def test_local_form_refuses_what_does_not_fit() -> None:
+    """What gathers with clipped indices would otherwise compute with, to no error and no sense."""
+    plan = cad_jax.plan_documents(
+        [300], servers=2, tokens_per_server=256, num_q_heads=2, num_kv_heads=1, head_dim=8
+    )
+    q, k = jnp.zeros((512, 2, 8)), jnp.zeros((512, 1, 8))
+
+    def attend(q, k, v, spec=P(POOL_AXES), axis_names=POOL_AXES):  # noqa: B008
+        jax.shard_map(
+            partial(cad_jax.core_attention_local, axis_names=axis_names, kernel="reference"),
+            mesh=make_mesh(dp=2),
+            in_specs=(*[P(POOL_AXES)] * 3, spec),
+            out_specs=P(POOL_AXES),
+            check_vma=False,
+        )(q, k, v, plan.arrays())
+
+    for keys, values in ((k[:256], k[:256]), (k, jnp.zeros((512, 2, 8))), (k[..., :4], k[..., :4])):
+        with pytest.raises(ValueError, match=r"k and v \[T, K, D\], with the same T and D, got"):
+            attend(q, keys, values)
+    with pytest.raises(ValueError, match=r"got those of 2 ranks: pass them in with the spec P"):
+        attend(q, k, k, spec=P())
+    with pytest.raises(ValueError, match=r"\(= 1\), but it has 2: plan with servers=1, or name"):
+        attend(q, k, k, axis_names=("tp",))

@@ -1,6 +1,7 @@
 """Strategies on the host: token order, figures, digests, refusals; and what XLA makes of
 `native`."""
 
+import importlib.util
 import re
 
 import jax
@@ -117,6 +118,9 @@ def test_refusals() -> None:
         make("ulysses")
     with pytest.raises(ValueError, match=r"kernel must be one of auto, .*, got 'flash'"):
         make("cad", kernel="flash")
+    if importlib.util.find_spec("tokamax") is None:
+        with pytest.raises(ValueError, match=r"kernel 'tokamax' needs a package .* pip install"):
+            make("cad", kernel="tokamax")
     for name, kernel in (("native", "triton"), ("native_dense", "xla")):
         with pytest.raises(ValueError, match=rf"strategy {name} .* use kernel"):
             make(name, kernel=kernel)

@@ -5,7 +5,6 @@ from cad_jax.sharding.capacities import default_capacities
 from cad_jax.sharding.cost import (
     DEVICES,
     MODELS,
-    attention_backward_flops,
     attention_flops,
     choose_transport,
     exchange_s,
@@ -17,12 +16,11 @@ from cad_jax.sharding.cost import (
 from cad_jax.sharding.tasks import TRANSPORT_HOPS, Capacities, HeadShape
 
 
-def test_attention_flops_are_two_and_five_matmuls():
+def test_attention_flops_are_two_matmuls():
     heads = HeadShape(4, 2, 8)
     queries, keys = 3, 5
     matmul = 2 * queries * keys * 8 * 4  # a multiply and an add, each head
     assert attention_flops(heads, queries * keys) == 2 * matmul
-    assert attention_backward_flops(heads, queries * keys) == 5 * matmul
 
 
 @pytest.mark.parametrize(
@@ -30,18 +28,15 @@ def test_attention_flops_are_two_and_five_matmuls():
 )
 def test_model_shapes_add_up_to_the_published_parameters(name, billions):
     model = MODELS[name]
-    layers = model.num_layers * (model.linear_flops(1) // 2 + 2 * model.embedding_dim)
+    projections = 2 * (model.num_q_heads + model.num_kv_heads) * model.head_dim
+    layer = model.embedding_dim * (projections + 3 * model.ffn_dim + 2)
+    layers = model.num_layers * layer
     embeddings = 2 * model.vocab_size * model.embedding_dim + model.embedding_dim
     assert (layers + embeddings) / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
-def test_heads_of_one_device():
-    model = model_shape("llama3-8b")
-    assert model.heads() == HeadShape(32, 8, 128)
-    assert model.heads(8) == HeadShape(4, 1, 128)
-    assert model.heads(16) == HeadShape(2, 1, 128)
-    with pytest.raises(ValueError, match="32 query heads, which tp = 3 does not divide"):
-        model.heads(3)
+def test_unknown_models_are_refused():
+    assert model_shape("llama3-8b") is MODELS["llama3-8b"]
     with pytest.raises(ValueError, match="model must be one of .*llama3-8b.*, got 'llama9'"):
         model_shape("llama9")
 
