@@ -36,10 +36,10 @@ FIELDS = (
 )
 
 
-def start(folder: Path, cache: Path, log: Path) -> subprocess.Popen:
+def start(folder: Path, cache: Path, log: Path, every_steps: int) -> subprocess.Popen:
     command = [sys.executable, "-m", "cad_jax", "train", "debug_cpu8", "--resume"]
     command += [f"--folder={folder}", f"--steps={STEPS}", f"--optimizer.total-steps={STEPS}"]
-    command += [f"--checkpoint.every-steps={EVERY_STEPS}", "--training.microbatches=1"]
+    command += [f"--checkpoint.every-steps={every_steps}", "--training.microbatches=1"]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
     return subprocess.Popen(
         command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
@@ -51,8 +51,15 @@ def complete_saves(folder: Path) -> list[int]:
     return sorted(int(m.parent.name) for m in marks if m.parent.name.isdigit())
 
 
-def half_written(folder: Path) -> bool:
-    return any("tmp" in path.name for path in (folder / "checkpoints").glob("*"))
+def half_written(folder: Path, since: float) -> bool:
+    """Whether a save begun after `since` (seconds of the epoch) is not complete."""
+    for path in (folder / "checkpoints").glob("*tmp*"):
+        try:
+            if path.stat().st_mtime > since:
+                return True
+        except FileNotFoundError:
+            continue  # it was complete a moment later
+    return False
 
 
 def steps_done(folder: Path) -> int:
@@ -90,7 +97,7 @@ def main() -> int:
     rng = random.Random(args.seed)
     work = Path(tempfile.mkdtemp(prefix="kill_test_"))
     whole, run, cache = work / "whole", work / "run", work / "compiled"
-    if start(whole, cache, work / "whole.log").wait():
+    if start(whole, cache, work / "whole.log", every_steps=STEPS).wait():
         raise RuntimeError((work / "whole.log").read_text())
 
     rows, failures = [], []
@@ -99,17 +106,17 @@ def main() -> int:
         saved = complete_saves(run)
         before = saved[-1] if saved else 0
         aim = ("anywhere", "training", "saving", "training")[kill % 4]
-        began = time.perf_counter()
-        process = start(run, cache, log)
+        began = time.time()
+        process = start(run, cache, log, EVERY_STEPS)
         if aim == "anywhere":
             time.sleep(rng.uniform(0.5, 12.0))
         else:
             wait_for(partial(saved_beyond, run, before), process, "it saved once")
             time.sleep(rng.uniform(0.0, 1.5))
             if aim == "saving":
-                wait_for(partial(half_written, run), process, "it saved")
+                wait_for(partial(half_written, run, began), process, "it saved")
         process.kill()
-        inside_save = half_written(run)
+        inside_save = half_written(run, began)
         process.wait()
         done, saved = steps_done(run), complete_saves(run)
         last = saved[-1] if saved else 0
@@ -118,13 +125,13 @@ def main() -> int:
             failures.append(f"kill {kill}: resumed from {origin}, the last save was {before}")
         if done - last > 2 * EVERY_STEPS:
             failures.append(f"kill {kill}: {done - last} steps lost, saving every {EVERY_STEPS}")
-        after_s = round(time.perf_counter() - began, 2)
+        after_s = round(time.time() - began, 2)
         lost = max(done - last, 0)
         row = (kill, aim, after_s, int(inside_save), done, last, before, lost)
         rows.append(dict(zip(FIELDS, row, strict=True)))
         print(rows[-1], flush=True)
 
-    if start(run, cache, work / "end.log").wait():
+    if start(run, cache, work / "end.log", every_steps=STEPS).wait():
         raise RuntimeError((work / "end.log").read_text())
     ours, theirs = read_metrics(whole), read_metrics(run)
     for name in ("step", "loss", "grad_norm", "documents", "target_tokens"):
