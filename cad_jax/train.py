@@ -130,12 +130,12 @@ class Loop:
         checkpoint_s = 0.0
         self._saved_step = self.step
         while self.step < training.steps and not self._stop:
-            work, wait_s = self._take(agreement)
             self._late = time.perf_counter() - started > limit_s
+            work, wait_s = self._take(agreement)
             stop = bool(request.signal_name) or self._late
             outcome = agreement.start(self.step + 1, work.digests, stop)
-            if block:
-                self._stop |= outcome()
+            if block and outcome():
+                break
             self.state, metrics = self.train_step.step(self.state, work.batch, work.arrays)
             self.step += 1
             self.last_work = work._replace(batch=None, arrays=None)

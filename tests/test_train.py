@@ -209,9 +209,9 @@ def test_sigterm_saves_and_stops(whole_run, tmp_path):
 
 def test_time_limit_stops_with_a_checkpoint(whole_run, tmp_path):
     config = replace(whole_run[0], folder=str(tmp_path / "run"))
-    outcome, text = run(with_changes(config, training={"steps": 500, "max_minutes": 1e-9}))
+    outcome, text = run(with_changes(config, training={"steps": 500, "max_minutes": 1e-4}))
     assert outcome.step == 1
-    assert "max_minutes (=1e-09) reached after step 1; add --resume" in text
+    assert "max_minutes (=0.0001) reached after step 1; add --resume" in text
     assert (Path(config.folder) / "checkpoints" / "1").is_dir()
 
 
