@@ -22,7 +22,7 @@ from cad_jax.feed import StepFeed
 from cad_jax.metrics import MetricsLog, Reporter, mean_loss, plot_loss, plot_plan
 from cad_jax.prefetch import Prefetcher
 from cad_jax.processes import first_process, together
-from cad_jax.run_folder import CHECKPOINTS, check_folder, open_folder
+from cad_jax.run_folder import CHECKPOINTS, check_folder, check_nothing_lost, open_folder
 from cad_jax.sharding.cost import DEVICES, find_device
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.train import Loop, Outcome, StopRequest
@@ -107,6 +107,8 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
             )
         if restored is not None:
             together(lambda: data.restore(restored.data))
+        elif resume:
+            first_process(lambda: check_nothing_lost(folder))
         first_process(lambda: config.save(folder))
         step = 0 if restored is None else restored.step
         _describe(reporter, config, mesh, data, strategy, resume, step)

@@ -66,14 +66,18 @@ class MetricsLog:
     """Appends one record a step to metrics.jsonl and TensorBoard; `records` holds all of them.
 
     resume_step: lines after this step (written after the checkpoint that the run resumes from) are
-    dropped, so that a resumed run reads as one run. None starts empty.
+    dropped, so that a resumed run reads as one run; where none would be left, the old file is kept
+    under another name. None starts empty.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         self.records = []
         path = folder / METRICS_FILE
         if resume_step is not None:
-            self.records = [r for r in read_metrics(folder) if r["step"] <= resume_step]
+            written = read_metrics(folder)
+            self.records = [r for r in written if r["step"] <= resume_step]
+            if written and not self.records:  # the run starts again: keep what it had reached
+                os.replace(path, _free_name(path))
             rewritten = path.with_suffix(".tmp")
             rewritten.write_text("".join(json.dumps(r) + "\n" for r in self.records))
             os.replace(rewritten, path)
@@ -95,6 +99,14 @@ class MetricsLog:
     def close(self) -> None:
         self._file.close()
         self._events.close()
+
+
+def _free_name(path: Path) -> Path:
+    """The path with the first number behind its stem that is not taken."""
+    number = 1
+    while (free := path.with_stem(f"{path.stem}_{number}")).exists():
+        number += 1
+    return free
 
 
 class Reporter:

@@ -51,6 +51,10 @@ class PlanArgs:
     plot: Path | None = None
     """Draw work per server before and after planning here (PNG)."""
 
+    def __post_init__(self) -> None:
+        if self.plot is not None and self.plot.suffix.lower() != ".png":
+            raise ValueError(f"--plot (={self.plot}) must name a file that ends in .png: add that")
+
 
 def read_lengths(path: str | Path) -> np.ndarray:
     """Document lengths, int64 [N], of a file with one whole number a line.

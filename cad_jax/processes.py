@@ -51,7 +51,7 @@ def start_devices(config: ProcessConfig, mesh_devices: int, platform: str) -> No
     JAX knows ("cpu", "cuda").
 
     Raises:
-        ValueError: the mesh's devices do not divide among the processes.
+        ValueError: the mesh's devices do not divide among the processes, or the platform is absent.
     """
     if mesh_devices % config.processes:
         raise ValueError(
@@ -63,6 +63,14 @@ def start_devices(config: ProcessConfig, mesh_devices: int, platform: str) -> No
     jax.config.update("jax_num_cpu_devices", mesh_devices // config.processes)
     if config.processes > 1:
         jax.distributed.initialize(config.coordinator, config.processes, config.process_id)
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # JAX asserts where a plugin is not installed
+        raise ValueError(
+            f"mesh.platform (={platform!r}) needs devices of that kind and JAX found none "
+            f"({error or 'no plugin for it'}): install pip's extra cuda12 on a machine with GPUs, or "
+            "use --mesh.platform cpu"
+        ) from error
 
 
 class PlanDisagreementError(RuntimeError):

@@ -61,3 +61,17 @@ def open_folder(folder: Path, resume: bool) -> IO[str]:
             "or name another with --folder"
         ) from error
     return lock
+
+
+def check_nothing_lost(folder: Path) -> None:
+    """Refuse to start a run again whose checkpoints were there but cannot be read.
+
+    Raises:
+        ValueError: the folder holds damaged checkpoints and no whole one.
+    """
+    damaged = sorted(entry.name for entry in (folder / CHECKPOINTS).glob("damaged_*"))
+    if damaged:
+        raise ValueError(
+            f"{folder / CHECKPOINTS} has no whole checkpoint to resume from, only "
+            f"{', '.join(damaged)}: put a backup in place, or start anew in another --folder"
+        )

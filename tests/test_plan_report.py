@@ -87,3 +87,8 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         with pytest.raises(ValueError, match=message):
             run(PlanArgs(lengths, **values), Console(quiet=True))  # type: ignore[arg-type]
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_plot_needs_a_png_name():
+    with pytest.raises(ValueError, match=r"--plot \(=noext\) must name a file that ends in .png"):
+        PlanArgs(Path("lengths.txt"), 4, 512, plot=Path("noext"))

@@ -151,6 +151,8 @@ def core_attention_local(
     Raises:
       ValueError: the shapes, the arrays and the axes do not fit each other.
     """
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q, k and v must be floating point, got {q.dtype}: cast them")
     rows_and_dims = {(x.shape[0], *x.shape[2:]) for x in (q, k, v)}
     if q.ndim != 3 or k.shape != v.shape or len(rows_and_dims) > 1:
         raise ValueError(
@@ -188,7 +190,8 @@ def core_attention(
     """Core attention over global arrays, for a step that is plain jit.
 
     Tokens are sharded over the mesh axes pp and dp, heads over tp. With fewer key heads than tp
-    ranks every rank gets a copy of the one it needs; the gradients of the copies add up.
+    ranks every rank gets a copy of the one it needs; the gradients of the copies add up. Padding may
+    hold anything; documents must be finite: NaN in one reaches others that share a kernel tile.
 
     Args:
       q: [S * T, H, D], documents laid end to end, padding last; S is pp * dp of the mesh.
@@ -202,6 +205,11 @@ def core_attention(
     Raises:
       ValueError: the shapes, the plan and the mesh do not fit each other.
     """
+    if not (isinstance(arrays, PlanArrays) and isinstance(mesh, Mesh)):
+        raise ValueError(
+            "core_attention needs plan.arrays() and a mesh of cad_jax.make_mesh, got "
+            f"{type(arrays).__name__} and {type(mesh).__name__}: pass those"
+        )
     if tuple(mesh.axis_names) != MESH_AXES:
         raise ValueError(
             f"the mesh must have axes {MESH_AXES}, got {tuple(mesh.axis_names)}: make it with "

@@ -295,3 +295,18 @@ def test_local_form_refuses_what_does_not_fit() -> None:
         attend(q, k, k, spec=P())
     with pytest.raises(ValueError, match=r"\(= 1\), but it has 2: plan with servers=1, or name"):
         attend(q, k, k, axis_names=("tp",))
+
+
+def test_slips_of_the_caller_are_refused():
+    mesh = make_mesh(dp=8)
+    plan = cad_jax.plan_documents(
+        [60], servers=8, tokens_per_server=8, num_q_heads=2, num_kv_heads=1, head_dim=4
+    )
+    q, k = jnp.zeros((64, 2, 4)), jnp.zeros((64, 1, 4))
+    with pytest.raises(ValueError, match=r"needs plan.arrays\(\) .* got Plan and Mesh"):
+        cad_jax.core_attention(q, k, k, plan, mesh=mesh)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="got PlanArrays and NoneType"):
+        cad_jax.core_attention(q, k, k, plan.arrays(), mesh=None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="floating point, got int32: cast them"):
+        integers = (x.astype(jnp.int32) for x in (q, k, k))
+        cad_jax.core_attention(*integers, plan.arrays(), mesh=mesh)
