@@ -5,14 +5,13 @@ one contiguous range.
 Letters: T tokens per rank, S ranks, H query heads, K key/value heads, D head dim.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from cad_jax.attention.base import KeyRanges
+from cad_jax.attention.differentiable import Settings, Way, output_delta
 from cad_jax.attention.varlen import varlen_attention, varlen_attention_bwd
 
 
@@ -34,13 +33,6 @@ class GatherTables(NamedTuple):
     order: jax.Array
     restore: jax.Array
     ranges: KeyRanges
-
-
-class GatherSettings(NamedTuple):
-    """What is static: the mesh axes of the pool and the kernel's name."""
-
-    axis_names: tuple[str, ...]
-    kernel: str
 
 
 def expand(arrays: HeadTailArrays, axis_names: tuple[str, ...]) -> GatherTables:
@@ -65,32 +57,26 @@ def scatter_gradients(dk: jax.Array, dv: jax.Array, tables: GatherTables, axis_n
     return own_k.astype(dk.dtype), own_v.astype(dv.dtype)
 
 
-def _forward(settings: GatherSettings, q, k, v, tables: GatherTables):
+def forward(settings: Settings, q, k, v, tables: GatherTables):
+    """q [T, H, D]; k, v [T, K, D], rows in head-tail order -> out [T, H, D], lse [T, H] float32."""
     all_k, all_v = gather_keys(k, v, tables, settings.axis_names)
-    out, lse = varlen_attention(q, all_k, all_v, tables.ranges, kernel=settings.kernel)
-    return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return varlen_attention(q, all_k, all_v, tables.ranges, kernel=settings.kernel)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def all_gather_attention(settings: GatherSettings, q, k, v, tables: GatherTables) -> jax.Array:
-    """q [T, H, D]; k, v [T, K, D], rows in head-tail order -> out [T, H, D]. The backward gathers k
-    and v again."""
-    return _forward(settings, q, k, v, tables)[0]
-
-
-def _attention_fwd(settings, q, k, v, tables):
-    out, lse = _forward(settings, q, k, v, tables)
-    return out, (q, k, v, out, lse, tables)
-
-
-def _attention_bwd(settings, residuals, d_out):
-    q, k, v, out, lse, tables = residuals
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+def backward(settings: Settings, q, k, v, out, lse, d_out, tables: GatherTables):
+    """dq, dk, dv; gathers k and v again."""
     all_k, all_v = gather_keys(k, v, tables, settings.axis_names)
     dq, dk, dv = varlen_attention_bwd(
-        q, all_k, all_v, d_out, lse, delta, tables.ranges, kernel=settings.kernel
+        q,
+        all_k,
+        all_v,
+        d_out,
+        lse,
+        output_delta(out, d_out),
+        tables.ranges,
+        kernel=settings.kernel,
     )
-    return (dq, *scatter_gradients(dk, dv, tables, settings.axis_names), None)
+    return dq, *scatter_gradients(dk, dv, tables, settings.axis_names)
 
 
-all_gather_attention.defvjp(_attention_fwd, _attention_bwd)
+ALL_GATHER = Way(forward, backward)

@@ -13,15 +13,15 @@ CK key rows of a server's buffers; H and K of one device where a function runs i
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from cad_jax.attention import differentiable
 from cad_jax.attention.base import KeyRanges
+from cad_jax.attention.differentiable import Settings, Way, output_delta
 from cad_jax.attention.merge import merge_partials
 from cad_jax.attention.varlen import varlen_attention, varlen_attention_bwd
 from cad_jax.sharding import exchange
@@ -29,13 +29,6 @@ from cad_jax.sharding.layout import PlanArrays
 from cad_jax.sharding.mesh import MESH_AXES, POOL_AXES, pool_size
 from cad_jax.sharding.tables import Tables, expand
 from cad_jax.sharding.tasks import HeadShape
-
-
-class Settings(NamedTuple):
-    """What is static about a call: the pool's mesh axes and the kernel's name."""
-
-    axis_names: tuple[str, ...]
-    kernel: str = "auto"
 
 
 def _exchange(phase, settings: Settings, *operands):
@@ -88,43 +81,21 @@ def _ranges(tables: Tables) -> KeyRanges:
     return KeyRanges(tables.k_lo, tables.k_hi)
 
 
-def output_delta(out: jax.Array, d_out: jax.Array) -> jax.Array:
-    """rowsum(d_out * out) per head, float32 [T, H]: what the softmax's backward subtracts."""
-    return jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-
-
-def _forward(settings: Settings, q, k, v, tables: Tables):
+def forward(settings: Settings, q, k, v, tables: Tables):
+    """The three forward phases: out [T, H, D] and lse [T, H] float32 at home."""
     q_buf, k_buf, v_buf = dispatch(settings, q, k, v, tables)
     out_buf, lse_buf = attend(settings, q_buf, k_buf, v_buf, tables)
-    out, lse = combine(settings, out_buf, lse_buf, tables)
-    # Named here, inside the forward rule: a caller's remat policy can then save both, and neither
-    # the kernel nor the exchanges run twice.
-    return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return combine(settings, out_buf, lse_buf, tables)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def planned_attention(settings: Settings, q, k, v, tables: Tables) -> jax.Array:
-    """Core attention of one layer inside shard_map: q [T, H, D], k, v [T, K, D] -> out [T, H, D].
-
-    `tables` come from `tables.expand`, once per step. Rows of padding: 0, gradients 0.
-    """
-    return _forward(settings, q, k, v, tables)[0]
-
-
-def _planned_attention_fwd(settings, q, k, v, tables):
-    out, lse = _forward(settings, q, k, v, tables)
-    return out, (q, k, v, out, lse, tables)
-
-
-def _planned_attention_bwd(settings, residuals, d_out):
-    q, k, v, out, lse, tables = residuals
+def backward(settings: Settings, q, k, v, out, lse, d_out, tables: Tables):
+    """The three backward phases: dq [T, H, D], dk and dv [T, K, D] at home."""
     buffers = dispatch_bwd(settings, q, k, v, lse, d_out, output_delta(out, d_out), tables)
     dq_buf, dk_buf, dv_buf = attend_bwd(settings, buffers, tables)
-    dq, dk, dv = combine_bwd(settings, dq_buf, dk_buf, dv_buf, tables)
-    return dq, dk, dv, None
+    return combine_bwd(settings, dq_buf, dk_buf, dv_buf, tables)
 
 
-planned_attention.defvjp(_planned_attention_fwd, _planned_attention_bwd)
+PLANNED = Way(forward, backward)
 
 
 def core_attention_local(
@@ -175,7 +146,7 @@ def core_attention_local(
         )
     heads = HeadShape(q.shape[1], k.shape[1], q.shape[2])
     tables = expand(arrays, heads, q.shape[0])
-    return planned_attention(Settings(axis_names, kernel), q, k, v, tables)
+    return differentiable.attend(PLANNED, Settings(axis_names, kernel), q, k, v, tables)
 
 
 def core_attention(

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from cad_jax.attention.base import KeyRanges, without_slack
+from cad_jax.attention.differentiable import output_delta
 from cad_jax.attention.kernels import xla
 
 
@@ -71,7 +72,7 @@ def _blockwise_fwd(axis_names, q, k, v, ranges):
 
 def _blockwise_bwd(axis_names, residuals, d_out):
     q, k, v, out, lse, ranges = residuals
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = output_delta(out, d_out)
 
     def chunk(x):
         return _sharded(x.reshape(*ranges.k_lo.shape, *x.shape[1:]), axis_names)

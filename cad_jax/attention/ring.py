@@ -7,24 +7,15 @@ Letters: T tokens per rank, S ranks, H query heads, K key/value heads, D head di
 """
 
 import math
-from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from cad_jax.attention.all_gather import HeadTailArrays
 from cad_jax.attention.base import KeyRanges
+from cad_jax.attention.differentiable import Settings, Way, output_delta
 from cad_jax.attention.merge import merge_partials
 from cad_jax.attention.varlen import varlen_attention, varlen_attention_bwd
-
-
-class RingSettings(NamedTuple):
-    """What is static: the mesh axes of the pool and the kernel's name."""
-
-    axis_names: tuple[str, ...]
-    kernel: str
 
 
 def expand(arrays: HeadTailArrays, axis_names: tuple[str, ...]) -> KeyRanges:
@@ -70,7 +61,9 @@ def _at_step(ranges: KeyRanges, step: int) -> KeyRanges:
     return KeyRanges(ranges.k_lo[step], ranges.k_hi[step])
 
 
-def _forward(settings: RingSettings, q, k, v, ranges: KeyRanges):
+def forward(settings: Settings, q, k, v, ranges: KeyRanges):
+    """q [T, H, D]; k, v [T, K, D], rows in head-tail order; ranges of `expand` -> out, lse."""
+
     def attend(block, at):
         block_k, block_v = jnp.split(block, 2, axis=1)
         out, lse = varlen_attention(q, block_k, block_v, at, kernel=settings.kernel)
@@ -97,24 +90,12 @@ def _forward(settings: RingSettings, q, k, v, ranges: KeyRanges):
         out, lse = attend(own, _at_step(ranges, 0))
     else:
         out, lse = _around(ranges, first, middle, last)
-    out = checkpoint_name(out.astype(q.dtype), "attention_out")
-    return out, checkpoint_name(lse, "attention_lse")
+    return out.astype(q.dtype), lse
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring_attention(settings: RingSettings, q, k, v, ranges: KeyRanges) -> jax.Array:
-    """q [T, H, D]; k, v [T, K, D], rows in head-tail order; ranges of `expand` -> out [T, H, D]."""
-    return _forward(settings, q, k, v, ranges)[0]
-
-
-def _attention_fwd(settings, q, k, v, ranges):
-    out, lse = _forward(settings, q, k, v, ranges)
-    return out, (q, k, v, out, lse, ranges)
-
-
-def _attention_bwd(settings, residuals, d_out):
-    q, k, v, out, lse, ranges = residuals
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+def backward(settings: Settings, q, k, v, out, lse, d_out, ranges: KeyRanges):
+    """dq, dk, dv, summed over the steps in float32."""
+    delta = output_delta(out, d_out)
 
     def gradients(block, at):
         block_k, block_v = jnp.split(block, 2, axis=1)
@@ -146,7 +127,7 @@ def _attention_bwd(settings, residuals, d_out):
     else:
         dq, d_own = _around(ranges, first, middle, last)
     dk, dv = jnp.split(d_own, 2, axis=1)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-ring_attention.defvjp(_attention_fwd, _attention_bwd)
+RING = Way(forward, backward)

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from cad_jax.attention import all_gather, cad, native, ring
+from cad_jax.attention import all_gather, cad, differentiable, native, ring
 from cad_jax.attention.all_gather import HeadTailArrays
 from cad_jax.attention.base import KeyRanges
+from cad_jax.attention.differentiable import Settings, Way
 from cad_jax.attention.head_tail import causal_ranges, head_tail, rank_pairs
 from cad_jax.attention.varlen import KERNEL_NAMES, load_kernel
 from cad_jax.sharding.capacities import (
@@ -76,6 +77,11 @@ class Strategy(Protocol):
     @property
     def manual_axes(self) -> tuple[str, ...]: ...
 
+    @property
+    def way(self) -> Way | None:
+        """Forward and backward as plain functions of the devices; None where XLA derives them."""
+        ...
+
     def describe(self) -> str:
         """For people: how rows travel, and what that costs."""
         ...
@@ -110,6 +116,10 @@ class Pool:
     def tokens(self) -> int:
         return self.servers * self.tokens_per_server
 
+    @property
+    def settings(self) -> Settings:
+        return Settings(self.axis_names, self.kernel)
+
     def digest(self, name: str, lengths: np.ndarray) -> str:
         """Of what the strategies without a plan derive everything from."""
         header = f"{name} {self.servers} {self.tokens_per_server} {self.heads}".encode()
@@ -140,6 +150,10 @@ class PlannedStrategy:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         return MESH_AXES
+
+    @property
+    def way(self) -> Way:
+        return cad.PLANNED
 
     def describe(self) -> str:
         pool, heads = self.pool, self.pool.heads
@@ -198,9 +212,7 @@ class PlannedStrategy:
         return expand(arrays, self.pool.heads, self.pool.tokens_per_server)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tables: Any) -> jax.Array:
-        return cad.planned_attention(
-            cad.Settings(self.pool.axis_names, self.pool.kernel), q, k, v, tables
-        )
+        return differentiable.attend(self.way, self.pool.settings, q, k, v, tables)
 
 
 def _unplanned(pool: Pool, name: str, lengths, order, arrays, start: float) -> Prepared:
@@ -232,6 +244,10 @@ class HeadTailStrategy:
     def manual_axes(self) -> tuple[str, ...]:
         return MESH_AXES
 
+    @property
+    def way(self) -> Way:
+        return all_gather.ALL_GATHER if self.name == "all_gather" else ring.RING
+
     def describe(self) -> str:
         return self.pool.describe_gather()
 
@@ -246,11 +262,7 @@ class HeadTailStrategy:
         return module.expand(arrays, self.pool.axis_names)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tables: Any) -> jax.Array:
-        if self.name == "all_gather":
-            settings = all_gather.GatherSettings(self.pool.axis_names, self.pool.kernel)
-            return all_gather.all_gather_attention(settings, q, k, v, tables)
-        settings = ring.RingSettings(self.pool.axis_names, self.pool.kernel)
-        return ring.ring_attention(settings, q, k, v, tables)
+        return differentiable.attend(self.way, self.pool.settings, q, k, v, tables)
 
 
 @dataclass(frozen=True)
@@ -263,6 +275,10 @@ class NativeStrategy:
     @property
     def manual_axes(self) -> tuple[str, ...]:
         return MESH_AXES[-1:]
+
+    @property
+    def way(self) -> None:
+        return None
 
     def describe(self) -> str:
         return self.pool.describe_gather()

@@ -26,7 +26,7 @@ from strategy_cases import (
 )
 
 import cad_jax
-from cad_jax.attention import cad
+from cad_jax.attention import cad, differentiable
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.routing import required_capacities
@@ -201,13 +201,13 @@ def exchanges_in_gradient(policy) -> int:
 
     def local_loss(weights, x, arrays):
         tables = expand(jax.tree.map(lambda a: a[0], arrays), heads, TOKENS_PER_SERVER)
-        attention = cad.Settings(POOL_AXES, "reference")
+        attention = differentiable.Settings(POOL_AXES, "reference")
 
         @partial(jax.checkpoint, policy=policy, prevent_cse=False)
         def layer(x, weight):
             projected = (x @ weight).reshape(x.shape[0], 4, 8)
             q, k, v = jnp.split(projected, (2, 3), axis=1)
-            out = cad.planned_attention(attention, q, k, v, tables)
+            out = differentiable.attend(cad.PLANNED, attention, q, k, v, tables)
             return x + out.reshape(x.shape), None
 
         return jnp.sum(jax.lax.scan(layer, x, weights)[0])
