@@ -3,8 +3,9 @@ PYTHON ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST_JAX := 0.11.1
+AOT_TESTS := tests/test_topologies.py tests/test_compile.py tests/attention/test_kernels_compile.py
 
-.PHONY: train test lint types pytest test-oldest-jax clean
+.PHONY: train test lint types pytest test-oldest-jax test-aot clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "cad_jax needs Python 3.12 or later: install it, or name one with 'make PYTHON=/path/to/python3.12'"; exit 2; }
@@ -37,5 +38,15 @@ $(VENV)-oldest/installed: pyproject.toml constraints.txt
 test-oldest-jax: $(VENV)-oldest/installed
 	$(VENV)-oldest/bin/python -m pytest -n 2 $(ARGS)
 
+# Programs compiled for GPUs, on a machine without one: the CUDA compiler in an environment of its own,
+# since its mere presence makes JAX look for a driver in every ordinary run.
+$(VENV)-aot/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-aot
+	$(VENV)-aot/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,aot]'
+	touch $@
+
+test-aot: $(VENV)-aot/installed
+	$(VENV)-aot/bin/python -m pytest -n 2 $(AOT_TESTS) $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(VENV)-oldest
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-aot

@@ -1,4 +1,4 @@
-"""The command line: `cad-jax {train, plan}`."""
+"""The command line: `cad-jax {train, plan, compile}`."""
 
 import sys
 from collections.abc import Callable
@@ -16,13 +16,18 @@ commands:
                                        cad-jax train debug_cpu8 --attention ring --steps 10
                                        cad-jax train debug_cpu8 --resume
   plan    plan a list of lengths       cad-jax plan --lengths FILE --servers 8 --tokens-per-server 65536
+  compile compile for GPUs not here    cad-jax compile llama3_8b_h200 --topology h200:2x8 --lengths FILE
 
 `cad-jax COMMAND --help` explains every option. Exit codes: 0 done, 1 stopped by an error of the run,
 2 the arguments or the data are wrong (the message says what, and what helps).
 """
 
 # Modules load on use: planning runs where jax is not installed.
-COMMANDS = {"train": "cad_jax.train_command", "plan": "cad_jax.plan_command"}
+COMMANDS = {
+    "train": "cad_jax.train_command",
+    "plan": "cad_jax.plan_command",
+    "compile": "cad_jax.compile_command",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -107,6 +108,22 @@ def _replicated(leaf: Any) -> NamedSharding | None:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return None
+
+
+def _unreadable(error: Exception, item: str) -> str:
+    """What a failed read of an item says to people: which file of the checkpoint, and why.
+
+    Beside that, the libraries' texts print their own objects.
+    """
+    files = re.findall(rf'file "[^"]*/({item}/[^"]+)"', str(error))
+    status = re.match(r"[A-Z_]+(?=: )", str(error))  # TensorStore's, such as NOT_FOUND
+    why = "missing or changed"
+    if isinstance(error, OSError) and error.strerror:
+        why = error.strerror
+    elif status:
+        why = status[0].lower().replace("_", " ")
+    which = f"its file {files[-1]}" if files else f"its folder {item}"
+    return f"{which} cannot be read ({why})"
 
 
 def _canonical(body: dict[str, Any]) -> str:
@@ -212,10 +229,10 @@ class Checkpointer:
             )["run"]
             body = record["body"]
             digest = hashlib.sha256(_canonical(body).encode()).hexdigest()
-        except PermissionError:
+        except (PermissionError, MemoryError):
             raise
         except Exception as error:
-            raise _DamagedError(f"its record cannot be read ({error})") from error
+            raise _DamagedError(_unreadable(error, "run")) from error
         if digest != record["sha256"]:
             raise _DamagedError("its record does not match its own digest")
         return body
@@ -257,10 +274,10 @@ class Checkpointer:
                     state=ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
                 ),
             )["state"]
-        except (PermissionError, jax.errors.JaxRuntimeError):
+        except (PermissionError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:
-            raise _DamagedError(f"its arrays cannot be read ({str(error)[:300]})") from error
+            raise _DamagedError(_unreadable(error, "state")) from error
         for name, row in zip(array_names(state), self._checksums_of(state), strict=True):
             if [int(row[0]), int(row[1])] != saved[name][2:]:
                 raise _DamagedError(f"{name} does not match the checksum saved with it")

@@ -6,6 +6,7 @@ keeps it as config.json.
 
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -20,6 +21,7 @@ from cad_jax.data import DataConfig
 from cad_jax.model import Remat
 from cad_jax.model_config import LlamaConfig
 from cad_jax.optimizer import OptimizerConfig
+from cad_jax.pipeline.schedule import Schedule, interleaved
 from cad_jax.sharding.tasks import Capacities
 
 CONFIG_FILE = "config.json"
@@ -34,18 +36,26 @@ class MeshConfig:
     """Devices as a (pp, dp, tp) mesh; pp x dp ranks share the attention work."""
 
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline stages; each holds a part of the layers."""
     dp: int = 1
     """Data-parallel ranks; parameters are sharded over them."""
     tp: int = 1
-    """Tensor-parallel devices of a rank; heads and ffn are split over them."""
+    """Devices of a rank that share its tokens: attention's heads are split over them."""
+    tp_splits: Literal["weights", "tokens"] = "weights"
+    """What tp splits outside attention. weights: tensor-parallel products, two sums over tp a layer;
+    tokens: each device has its own, weights are gathered a layer ahead."""
+    virtual_stages: int = 1
+    """Parts of the model per pipeline stage; above 1 the schedule is interleaved."""
     platform: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes what JAX finds; cpu makes as many virtual devices as the mesh needs."""
 
     def __post_init__(self) -> None:
-        for axis in ("pp", "dp", "tp"):
+        for axis in ("pp", "dp", "tp", "virtual_stages"):
             if getattr(self, axis) < 1:
-                raise ValueError(f"mesh.{axis} (={getattr(self, axis)}) must be at least 1")
+                raise ValueError(
+                    f"mesh.{axis} (={getattr(self, axis)}) must be at least 1; use 1 to leave the "
+                    "axis out"
+                )
 
     @property
     def servers(self) -> int:
@@ -75,14 +85,15 @@ class AttentionConfig:
     """Capacities instead of those."""
 
     def __post_init__(self) -> None:
-        if self.tolerance < 0:
+        if not 0 <= self.tolerance < math.inf:
             raise ValueError(
-                f"attention.tolerance (={self.tolerance}) must not be negative; 0.05 is a good start"
+                f"attention.tolerance (={self.tolerance}) must be finite and not negative; "
+                "use 0.05, a good start"
             )
         if self.capacity_plans < 1:
             raise ValueError(
-                f"attention.capacity_plans (={self.capacity_plans}) must be at least 1; 200 cover "
-                "the tail of most data"
+                f"attention.capacity_plans (={self.capacity_plans}) must be at least 1; use 200, "
+                "which cover the tail of most data"
             )
 
 
@@ -95,7 +106,12 @@ class TrainingConfig:
     tokens_per_microbatch: int = 2048
     """Tokens of one microbatch over all ranks, padding included: the same on every mesh."""
     microbatches: int = 1
-    """Microbatches whose gradients make one step."""
+    """Microbatches whose gradients make one step; those a pipeline has in flight."""
+    overlap: Annotated[
+        Literal["pingpong", "single_stream"], tyro.conf.arg(aliases=("--overlap",))
+    ] = "single_stream"
+    """pingpong: a microbatch is two nano-batches, one travels while the other is computed (cad and
+    home); single_stream: exchanges wait for compute and compute for them."""
     seed: int = 0
     """Of the parameters at the start."""
     remat: Remat = "save_attention"
@@ -104,15 +120,26 @@ class TrainingConfig:
     """Stop, with a checkpoint, after so many minutes of this process; None for no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens_per_microbatch", "microbatches"):
+        cures = {
+            "steps": "give the number of optimizer steps to train",
+            "tokens_per_microbatch": "give a multiple of the mesh's ranks, pp x dp",
+            "microbatches": "use 1 to take each step on one microbatch",
+        }
+        for name, cure in cures.items():
             if getattr(self, name) < 1:
-                raise ValueError(f"training.{name} (={getattr(self, name)}) must be at least 1")
+                raise ValueError(
+                    f"training.{name} (={getattr(self, name)}) must be at least 1; {cure}"
+                )
         if self.max_minutes is not None and self.max_minutes <= 0:
             raise ValueError(
-                f"training.max_minutes (={self.max_minutes}) must be positive, or None for no limit"
+                f"training.max_minutes (={self.max_minutes}) must be positive; give more, or None "
+                "for no limit"
             )
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"training.seed (={self.seed}) must be from 0 to 2**32 - 1")
+            raise ValueError(
+                f"training.seed (={self.seed}) must be from 0 to 2**32 - 1; use 0, "
+                "unless you compare runs"
+            )
 
 
 @dataclass(frozen=True)
@@ -130,8 +157,19 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
+    def nano_batches(self) -> int:
+        """Into which a microbatch is divided where its documents allow it."""
+        return 2 if self.training.overlap == "pingpong" else 1
+
+    @property
     def tokens_per_server(self) -> int:
-        return self.training.tokens_per_microbatch // self.mesh.servers
+        """Tokens of a microbatch on each rank."""
+        return self.training.tokens_per_microbatch // self.mesh.dp
+
+    @property
+    def head_axis(self) -> str | None:
+        """The mesh axis that splits tokens outside attention and heads inside it."""
+        return "tp" if self.mesh.tp_splits == "tokens" and self.mesh.tp > 1 else None
 
     def check(self) -> None:
         """Rules between the parts; each part checks its own when it is made.
@@ -139,14 +177,54 @@ class RunConfig:
         Raises:
             ValueError: rule, values and cure.
         """
-        tokens, servers = self.training.tokens_per_microbatch, self.mesh.servers
-        if tokens % servers:
+        training, mesh = self.training, self.mesh
+        tokens, strategy = training.tokens_per_microbatch, self.attention.strategy
+        sliced = mesh.tp if mesh.pp > 1 or self.head_axis else 1
+        parts = mesh.dp * self.nano_batches * sliced
+        if tokens % parts:
             raise ValueError(
-                f"training.tokens_per_microbatch (={tokens}) must be divisible by mesh.pp x mesh.dp "
-                f"(={servers}), each rank holds as many; use "
-                f"{-(-tokens // servers) * servers}, or another mesh"
+                f"training.tokens_per_microbatch (={tokens}) must be divisible by mesh.dp x "
+                f"nano-batches x devices that slice their rows (={mesh.dp} x {self.nano_batches} x "
+                f"{sliced}), each holds as many; use {-(-tokens // parts) * parts}, or another mesh"
             )
-        self.model.check_mesh(self.mesh.pp, self.mesh.tp)
+        if training.overlap == "pingpong" and strategy not in ("cad", "home"):
+            raise ValueError(
+                f"training.overlap (={training.overlap}) needs attention.strategy cad or home, whose "
+                f"exchanges are placed by hand, got {strategy}; use --overlap single_stream"
+            )
+        by_hand = training.overlap == "pingpong" or mesh.pp > 1
+        if by_hand and training.remat != "save_attention":
+            raise ValueError(
+                f"training.remat (={training.remat}) must be save_attention with --overlap pingpong "
+                "and with pipeline stages, whose backward is written for it; leave it out, or use "
+                "--overlap single_stream and --mesh.pp 1"
+            )
+        if strategy in ("native", "native_dense") and (mesh.pp > 1 or self.head_axis):
+            raise ValueError(
+                f"attention.strategy (={strategy}) leaves the mesh to XLA's partitioner and needs "
+                f"mesh.pp 1 (={mesh.pp}) and mesh.tp_splits weights (={mesh.tp_splits}); set those, "
+                "or use another strategy"
+            )
+        if mesh.virtual_stages > 1 and mesh.pp == 1:
+            raise ValueError(
+                f"mesh.virtual_stages (={mesh.virtual_stages}) above 1 needs a pipeline, mesh.pp is "
+                "1; use 1, or more stages"
+            )
+        self.model.check_mesh(mesh.pp, mesh.tp, mesh.tp_splits == "tokens")
+        parts = mesh.pp * mesh.virtual_stages
+        if self.model.num_layers % parts:
+            raise ValueError(
+                f"model.num_layers (={self.model.num_layers}) must be divisible by mesh.pp x "
+                f"mesh.virtual_stages (={mesh.pp} x {mesh.virtual_stages}), each virtual stage holds "
+                "as many; use fewer virtual stages, or another number of layers"
+            )
+        self.schedule()
+
+    def schedule(self) -> Schedule | None:
+        """The pipeline's ticks, None without one. Raises ValueError where its numbers do not fit."""
+        if self.mesh.pp == 1:
+            return None
+        return interleaved(self.mesh.pp, self.training.microbatches, self.mesh.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -1,6 +1,6 @@
 """Training data: documents, tokens, a reproducible order, packed microbatches, exact resume.
 
-    files -> documents -> token store -> pieces -> order (grain) -> window, next-fit -> PackedBatch
+    files -> documents -> token store -> pieces -> order (grain) -> window, packing -> PackedBatch
 
 Every host runs this whole path and gets the same batches: nothing in it depends on the mesh or on
 the number of processes. The order of the pieces is a pure function of (seed, epoch, index), and
@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import numpy as np
 
+from cad_jax.packed_batch import PackedBatch, document_positions, next_token_targets
+from cad_jax.sharding.nano_batches import check_nano_batches, pack_halves
 from cad_jax.sharding.packing import (
     LongDocuments,
     PackedStep,
@@ -31,6 +33,7 @@ from cad_jax.token_store import TokenStore, open_store
 from cad_jax.tokenizer import open_tokenizer
 
 _STATE_FORMAT = 1
+_DEFAULT_IDENTITY = {"nano_batches": 1}  # not written: states were the same before it was a choice
 _MAX_BIGRAM_VOCABULARY = 4096
 _ENTROPY_CHUNK_TOKENS = 1 << 22
 
@@ -82,27 +85,6 @@ class DataConfig:
             )
 
 
-class PackedBatch(NamedTuple):
-    """One microbatch: N pieces end to end, then padding, `tokens` = S * T rows in all.
-
-    A piece is a whole document unless the document was cut. Targets are the next token of the same
-    piece: its last token has none (a document's last token ends it, so nothing is left to predict).
-    Rows without a target, padding among them, have weight 0, target 0; padding has id 0 and
-    position 0. `context_lost_tokens` counts the tokens of pieces that do not begin their document.
-    """
-
-    lengths: np.ndarray  # int64 [N], in order of placement
-    document_ids: np.ndarray  # int64 [N], index of the document in the data
-    document_starts: np.ndarray  # int64 [N], where in its document the piece begins
-    ids: np.ndarray  # int32 [tokens]
-    positions: np.ndarray  # int32 [tokens], from 0 in every piece
-    targets: np.ndarray  # int32 [tokens]
-    weights: np.ndarray  # float32 [tokens], 1 where there is a target, else 0
-    padding_tokens: int
-    target_tokens: int
-    context_lost_tokens: int
-
-
 @dataclass(frozen=True)
 class DocumentStatistics:
     """The data as a table's rows; lengths in tokens, the end-of-document token included.
@@ -138,12 +120,20 @@ class DocumentBatches:
     """The endless stream of packed microbatches; an iterator for one thread at a time. Whoever
     draws ahead keeps `state()` as it was after each batch together with that batch.
 
-    Raises ValueError, before anything else starts, for data that cannot be read, cannot be
-    tokenised, is empty, or has documents that the policy refuses.
+    With `nano_batches` 2, a microbatch is two nano-batches of as many tokens, each of whole pieces,
+    alike in attention work (`sharding.nano_batches`); where the piece that must go next is longer
+    than a nano-batch, the microbatch is undivided: `PackedBatch.nano_lengths` tells. Either way a
+    piece waits for at most `window` microbatches.
+
+    Raises ValueError, before anything else starts, for arguments that do not fit together and data
+    that cannot be read, cannot be tokenised, is empty, or has documents that the policy refuses.
     """
 
-    def __init__(self, config: DataConfig, tokens_per_microbatch: int) -> None:
+    def __init__(
+        self, config: DataConfig, tokens_per_microbatch: int, nano_batches: int = 1
+    ) -> None:
         check_packing(tokens_per_microbatch, config.window)
+        check_nano_batches(nano_batches, tokens_per_microbatch)
         limit = config.max_piece_tokens
         if limit is not None and limit > tokens_per_microbatch:
             raise ValueError(
@@ -154,6 +144,7 @@ class DocumentBatches:
         source = Source(config.source, config.paths, config.jsonl_field)
         self.store: TokenStore = open_store(source, tokenizer, config.cache_dir)
         self.tokens_per_microbatch = tokens_per_microbatch
+        self.nano_batches = nano_batches
         if limit is None:
             self.pieces: Pieces = cut_documents(
                 self.store.lengths,
@@ -165,6 +156,7 @@ class DocumentBatches:
             self.pieces = cut_pieces(self.store.lengths, limit)
         self._piece_lengths = self.pieces.lengths
         self._window = config.window
+        self._fill = pack_step if nano_batches == 1 else pack_halves
         order = piece_order(len(self._piece_lengths), config.seed)
         # Looked up on arrival, to fill the batch, and by a sample before that: 40 us each time.
         self._piece_at = lru_cache(maxsize=1 << 16)(lambda index: int(order[index]))
@@ -176,6 +168,8 @@ class DocumentBatches:
             "max_piece_tokens": limit,
             "long_documents": config.long_documents if limit is None else None,
         }
+        if nano_batches != _DEFAULT_IDENTITY["nano_batches"]:
+            self._identity["nano_batches"] = nano_batches
         self._next_index = 0
         self._pending: list[tuple[int, int]] = []
 
@@ -189,6 +183,17 @@ class DocumentBatches:
         """Tokens of the longest piece: no batch holds a longer one."""
         return int(self._piece_lengths.max())
 
+    @property
+    def tokens_per_nano_batch(self) -> int:
+        """No nano-batch of a divided microbatch holds a longer piece."""
+        return self.tokens_per_microbatch // self.nano_batches
+
+    @property
+    def undivided_microbatches(self) -> int:
+        """Microbatches an epoch that cannot be divided into `nano_batches`: one for each piece
+        longer than a nano-batch."""
+        return int((self._piece_lengths > self.tokens_per_nano_batch).sum())
+
     def __iter__(self) -> DocumentBatches:
         return self
 
@@ -199,10 +204,14 @@ class DocumentBatches:
     def sample_lengths(self, batches: int) -> list[np.ndarray]:
         """Lengths (int64 [N]) of the first microbatches of the stream, wherever it stands now and
         without moving it: the same after a resume as before."""
+        return [np.concatenate(parts) for parts in self.sample_nano_lengths(batches)]
+
+    def sample_nano_lengths(self, batches: int) -> list[tuple[np.ndarray, ...]]:
+        """The same by nano-batch: one array for an undivided microbatch, two for a divided one."""
         samples, pending, next_index = [], [], 0
         for _ in range(batches):
             step, pending, next_index = self._pack(pending, next_index)
-            samples.append(np.asarray(step.lengths, np.int64))
+            samples.append(_nano_lengths(step))
         return samples
 
     def state(self) -> dict[str, Any]:
@@ -236,7 +245,8 @@ class DocumentBatches:
                 f"a data state must have format {_STATE_FORMAT}, this one has {written}: "
                 "resume with the version of cad_jax that wrote it"
             )
-        for name, value in self._identity.items():
+        identity = _DEFAULT_IDENTITY | identity
+        for name, value in (_DEFAULT_IDENTITY | self._identity).items():
             if identity.get(name) != value:
                 raise ValueError(
                     f"resuming needs the documents in the same order, but the checkpoint was "
@@ -270,7 +280,7 @@ class DocumentBatches:
                 drawn += 1
                 yield drawn - 1, self._length_at(drawn - 1)
 
-        step, pending = pack_step(pending, arrivals(), self.tokens_per_microbatch, self._window)
+        step, pending = self._fill(pending, arrivals(), self.tokens_per_microbatch, self._window)
         return step, pending, drawn
 
     def _gather(self, step: PackedStep) -> PackedBatch:
@@ -279,27 +289,38 @@ class DocumentBatches:
         document_ids = self.pieces.documents[chosen]
         document_starts = self.pieces.starts[chosen]
         ids = np.zeros(self.tokens_per_microbatch, np.int32)
-        row = 0
-        for begin, length in zip(
-            (self.store.offsets[document_ids] + document_starts).tolist(),
-            step.lengths,
-            strict=True,
-        ):
-            ids[row : row + length] = self.store.tokens[begin : begin + length]
-            row += length
-        targets, weights = next_token_targets(ids, lengths)
+        nano_lengths = _nano_lengths(step)
+        nano_tokens = self.tokens_per_microbatch // len(nano_lengths)
+        begins = iter((self.store.offsets[document_ids] + document_starts).tolist())
+        rows = []
+        for nano_batch, own in enumerate(nano_lengths):
+            row = nano_batch * nano_tokens
+            nano_ids = ids[row : row + nano_tokens]
+            for end, length in zip(np.cumsum(own).tolist(), own.tolist(), strict=True):
+                begin = next(begins)
+                nano_ids[end - length : end] = self.store.tokens[begin : begin + length]
+            positions = document_positions(own, nano_tokens)
+            rows.append((positions, *next_token_targets(nano_ids, own)))
+        positions, targets, weights = (np.concatenate(parts) for parts in zip(*rows, strict=True))
         return PackedBatch(
             lengths=lengths,
             document_ids=document_ids,
             document_starts=document_starts,
             ids=ids,
-            positions=document_positions(lengths, self.tokens_per_microbatch),
+            positions=positions,
             targets=targets,
             weights=weights,
             padding_tokens=step.padding_tokens,
             target_tokens=int(np.maximum(lengths - 1, 0).sum()),
             context_lost_tokens=int(lengths[document_starts > 0].sum()),
+            nano_lengths=nano_lengths,
         )
+
+
+def _nano_lengths(step: PackedStep) -> tuple[np.ndarray, ...]:
+    """Lengths of a step's pieces by nano-batch, int64."""
+    lengths = np.asarray(step.lengths, np.int64)
+    return tuple(np.split(lengths, np.cumsum(step.nano_pieces)[:-1]))
 
 
 class _PieceIndices:
@@ -319,28 +340,6 @@ def piece_order(pieces: int, seed: int) -> grain.MapDataset:
     """order[index] is the piece at a place of the endless stream: index // pieces is the epoch, and
     each epoch is a permutation of its own. Nothing but (seed, epoch, index) decides."""
     return grain.MapDataset.source(_PieceIndices(pieces)).seed(seed).shuffle().repeat()
-
-
-def next_token_targets(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Targets int32 [tokens] and weights float32 [tokens] of documents of `lengths` laid end to end
-    in `ids` [tokens], padding behind them: the next token, except at each document's last token and
-    in the padding, where both are 0."""
-    weights = np.zeros(ids.size, np.float32)
-    ends = np.cumsum(lengths)
-    weights[: int(lengths.sum())] = 1.0
-    weights[ends[lengths > 0] - 1] = 0.0
-    targets = np.zeros(ids.size, np.int32)
-    targets[:-1] = ids[1:]
-    targets[weights == 0.0] = 0
-    return targets, weights
-
-
-def document_positions(lengths: np.ndarray, tokens: int) -> np.ndarray:
-    """Position of each row within its document, int32 [tokens]; 0 in the padding."""
-    used = int(lengths.sum())
-    positions = np.zeros(tokens, np.int32)
-    positions[:used] = np.arange(used) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return positions
 
 
 def document_statistics(lengths: np.ndarray, pieces: Pieces) -> DocumentStatistics:

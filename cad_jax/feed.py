@@ -1,6 +1,6 @@
 """What one step consumes, made on the host a step ahead: microbatches, their plans, device arrays.
 
-Shape letters: M microbatches, S servers, T tokens per server.
+Shape letters: M microbatches, N nano-batches of a microbatch, S servers, T tokens per server.
 """
 
 import time
@@ -11,10 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from cad_jax.attention.strategies import StepFigures, Strategy
+from cad_jax.attention.prepared import StepFigures, combine_figures
+from cad_jax.attention.strategies import Strategy
 from cad_jax.data import DocumentBatches
+from cad_jax.packed_batch import PackedBatch
+from cad_jax.pipeline.schedule import Schedule
+from cad_jax.pipeline.ticks import plan_step
 from cad_jax.sharding.mesh import POOL_AXES
-from cad_jax.train_step import Batch, TrainStep, stack_microbatches
+from cad_jax.train_step import Batch, TickArrays, TrainStep, stack, stack_microbatches
 
 
 class StepWork(NamedTuple):
@@ -22,13 +26,24 @@ class StepWork(NamedTuple):
 
     batch: Batch
     arrays: Any
-    digests: list[str]  # of the data and of each microbatch's plan, equal on every process
-    home_pairs: np.ndarray  # (query, key) pairs of each server of the first microbatch at home
+    digests: list[str]  # of the data and of each plan, equal on every process
+    home_pairs: np.ndarray  # (query, key) pairs of each server in the first plan at home
     server_pairs: np.ndarray  # the same as the strategy spreads them, int64 [S] both
     pairs: int  # of all microbatches and servers
     figures: dict[str, Any]  # fields of metrics.jsonl known before the step runs
     data_state: dict[str, Any]  # position of the data behind this step
     plan_s: float
+
+
+class _Planned(NamedTuple):
+    """A step's plans: token orders [M][N], arrays [M or ticks, N, ranks, ...], what they cost."""
+
+    orders: list[list[np.ndarray | None]]
+    arrays: Any
+    figures: StepFigures
+    digests: list[str]
+    home_pairs: np.ndarray
+    server_pairs: np.ndarray
 
 
 def local_ranks(mesh: Mesh) -> list[int]:
@@ -40,43 +55,24 @@ def local_ranks(mesh: Mesh) -> list[int]:
 
 
 def place_ranks(rows: np.ndarray, sharding: NamedSharding, ranks: Sequence[int]) -> jax.Array:
-    """A global array [M, S, ...] from this process's ranks alone, `rows` [M, len(ranks), ...]."""
+    """A global array [M, N, S, ...] from this process's ranks alone, `rows` [M, N, len(ranks), ...]."""
     servers = int(np.prod([sharding.mesh.shape[axis] for axis in POOL_AXES]))
     row_of_rank = {rank: row for row, rank in enumerate(ranks)}
 
     def part(index: Any) -> np.ndarray:
-        wanted = [row_of_rank[rank] for rank in range(servers)[index[1]]]
-        return rows[index[0]][:, wanted]
+        wanted = [row_of_rank[rank] for rank in range(servers)[index[2]]]
+        return rows[index[:2]][:, :, wanted]
 
-    return jax.make_array_from_callback((rows.shape[0], servers, *rows.shape[2:]), sharding, part)
-
-
-def combined_figures(figures: Sequence[StepFigures], pairs: Sequence[int]) -> dict[str, Any]:
-    """A step's figures from those of its microbatches.
-
-    Microbatches run one after another, so a step's balance is the sum of their maxima over the sum
-    of their means: ratios weigh by pairs. Bytes are the mean, or the worst, of the microbatches.
-    """
-    weights = np.maximum(np.asarray(pairs, np.float64), 1e-9)
-    used: dict[str, float] = {}
-    for figure in figures:
-        for name, fraction in figure.capacity_used.items():
-            used[name] = max(used.get(name, 0.0), float(fraction))
-    home = np.average([f.max_over_mean_home for f in figures], weights=weights)
-    planned = np.average([f.max_over_mean for f in figures], weights=weights)
-    return {
-        "attn_max_over_mean_home": float(home),
-        "attn_max_over_mean": float(planned),
-        "exchange_bytes_mean": float(np.mean([f.exchange_bytes_mean for f in figures])),
-        "exchange_bytes_max": float(max(f.exchange_bytes_max for f in figures)),
-        "wire_bytes": float(max(f.wire_bytes for f in figures)),
-        "capacity_used": used,
-        "fallback_tasks": int(sum(f.fallback_tasks for f in figures)),
-    }
+    shape = (*rows.shape[:2], servers, *rows.shape[3:])
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 class StepFeed:
-    """Makes the work of one step after another; called from one thread."""
+    """Makes the work of one step after another; called from one thread.
+
+    strategy plans whole microbatches, nano_strategy nano-batches where data come in two of them: a
+    step with a microbatch that could not be divided runs whole microbatches throughout.
+    """
 
     def __init__(
         self,
@@ -85,11 +81,15 @@ class StepFeed:
         train_step: TrainStep,
         mesh: Mesh,
         microbatches: int,
+        nano_strategy: Strategy | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self._data = data
         self._strategy = strategy
+        self._nano_strategy = nano_strategy
         self._train_step = train_step
         self._microbatches = microbatches
+        self._schedule = schedule
         self._ranks = local_ranks(mesh)
 
     def make(self) -> StepWork:
@@ -101,34 +101,78 @@ class StepFeed:
         packed = [next(self._data) for _ in range(self._microbatches)]
         data_state = self._data.state()
         planning = time.perf_counter()
-        prepared = [self._strategy.prepare(batch.lengths, ranks=self._ranks) for batch in packed]
-        batch, arrays = stack_microbatches(
-            [Batch(b.ids, b.positions, b.targets, b.weights) for b in packed],
-            [p.order for p in prepared],
-            [p.arrays for p in prepared],
+        nano_batches = min(len(p.nano_lengths) for p in packed)
+        if nano_batches < self._data.nano_batches:
+            packed = [p.undivided() for p in packed]
+        strategy = self._strategy if nano_batches == 1 else self._nano_strategy
+        assert strategy is not None
+        planned = self._plan(strategy, [p.nano_lengths for p in packed])
+        batch = stack_microbatches(
+            [_in_nano_batches(p, nano_batches) for p in packed], planned.orders
         )
-        sharding = self._train_step.batch_sharding
-        placed = Batch(*(place_whole(field, sharding) for field in batch))
-        arrays = jax.tree.map(lambda rows: place_ranks(rows, sharding, self._ranks), arrays)
-        pairs = [int(p.home_pairs.sum()) for p in prepared]
-        figures = {
-            "tokens": self._microbatches * self._data.tokens_per_microbatch,
-            "target_tokens": sum(b.target_tokens for b in packed),
-            "padding_tokens": sum(b.padding_tokens for b in packed),
-            "documents": sum(len(b.lengths) for b in packed),
-            **combined_figures([p.figures for p in prepared], pairs),
-        }
+        step = self._train_step
+        placed = Batch(*(place_whole(field, step.batch_sharding) for field in batch))
+        arrays = jax.tree.map(
+            lambda rows: place_ranks(rows, step.arrays_sharding, self._ranks), planned.arrays
+        )
+        figures = planned.figures._asdict()
+        del figures["plan_s"]
+        lengths = np.concatenate([p.lengths for p in packed])
         return StepWork(
             batch=placed,
             arrays=arrays,
-            digests=[self._data.store.digest, *(p.digest for p in prepared)],
-            home_pairs=prepared[0].home_pairs,
-            server_pairs=prepared[0].pairs,
-            pairs=sum(pairs),
-            figures=figures,
+            digests=[self._data.store.digest, *planned.digests],
+            home_pairs=planned.home_pairs,
+            server_pairs=planned.server_pairs,
+            pairs=int((lengths * (lengths + 1) // 2).sum()),
+            figures={
+                "tokens": self._microbatches * self._data.tokens_per_microbatch,
+                "target_tokens": sum(p.target_tokens for p in packed),
+                "padding_tokens": sum(p.padding_tokens for p in packed),
+                "documents": sum(len(p.lengths) for p in packed),
+                "nano_batches": nano_batches,
+                **{_FIELDS.get(name, name): value for name, value in figures.items()},
+            },
             data_state=data_state,
             plan_s=time.perf_counter() - planning,
         )
+
+    def _plan(self, strategy: Strategy, lengths: Sequence[Sequence[np.ndarray]]) -> _Planned:
+        if self._schedule is not None:
+            plans = plan_step(self._schedule, strategy, lengths, self._ranks)
+            ticks = TickArrays(plans.forward, plans.backward)
+            busiest = np.unravel_index(plans.pairs.sum(axis=2).argmax(), plans.pairs.shape[:2])
+            return _Planned(
+                plans.orders,
+                ticks,
+                plans.figures,
+                plans.digests,
+                plans.home_pairs[busiest],
+                plans.pairs[busiest],
+            )
+        prepared = [[strategy.prepare(n, ranks=self._ranks) for n in m] for m in lengths]
+        every = [p for m in prepared for p in m]
+        return _Planned(
+            [[p.order for p in m] for m in prepared],
+            stack([[p.arrays for p in m] for m in prepared]),
+            combine_figures([p.figures for p in every], [int(p.home_pairs.sum()) for p in every]),
+            [p.digest for p in every],
+            every[0].home_pairs,
+            every[0].pairs,
+        )
+
+
+# metrics.jsonl's names where they differ from those of StepFigures.
+_FIELDS = {
+    "max_over_mean_home": "attn_max_over_mean_home",
+    "max_over_mean": "attn_max_over_mean",
+}
+
+
+def _in_nano_batches(packed: PackedBatch, nano_batches: int) -> list[Batch]:
+    fields = (packed.ids, packed.positions, packed.targets, packed.weights)
+    parts = [np.split(field, nano_batches) for field in fields]
+    return [Batch(*nano) for nano in zip(*parts, strict=True)]
 
 
 def place_whole(value: np.ndarray, sharding: NamedSharding) -> jax.Array:

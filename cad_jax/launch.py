@@ -20,6 +20,8 @@ from cad_jax.config import RunConfig, check_resume
 from cad_jax.data import DocumentBatches, reference_entropies
 from cad_jax.feed import StepFeed
 from cad_jax.metrics import MetricsLog, Reporter, mean_loss, plot_loss, plot_plan
+from cad_jax.pipeline.schedule import Schedule
+from cad_jax.pipeline.ticks import sample_ticks
 from cad_jax.prefetch import Prefetcher
 from cad_jax.processes import first_process, together
 from cad_jax.run_folder import CHECKPOINTS, check_folder, check_nothing_lost, open_folder
@@ -28,6 +30,8 @@ from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.train import Loop, Outcome, StopRequest
 from cad_jax.train_step import TrainStep
 
+PLANNED_STRATEGIES = ("cad", "home")  # those with capacities to set
+
 
 def open_data(config: RunConfig) -> DocumentBatches:
     """The run's documents.
@@ -35,7 +39,7 @@ def open_data(config: RunConfig) -> DocumentBatches:
     Raises:
         ValueError: they cannot be read, are empty, too long, or have ids the model does not know.
     """
-    data = DocumentBatches(config.data, config.training.tokens_per_microbatch)
+    data = DocumentBatches(config.data, config.training.tokens_per_microbatch, config.nano_batches)
     if data.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size (={config.model.vocab_size}) must hold every id of tokenizer "
@@ -44,36 +48,73 @@ def open_data(config: RunConfig) -> DocumentBatches:
     return data
 
 
-def make_run_strategy(config: RunConfig, data: DocumentBatches) -> Strategy:
-    """The attention strategy of the run, its capacities set from plans of its first microbatches:
-    the same whenever the run starts or resumes.
+def make_run_strategies(
+    config: RunConfig, data: DocumentBatches
+) -> tuple[Strategy, Strategy | None]:
+    """The attention strategy of whole microbatches and, with ping-pong, that of nano-batches. Their
+    capacities are set from plans of the run's first microbatches: the same whenever it starts or
+    resumes.
 
     Raises:
         ValueError: heads do not divide over tp, or a first microbatch does not fit the
             configuration's own capacities, even at home.
     """
-    attention = config.attention
-    samples = data.sample_lengths(attention.capacity_plans)
-    strategy = make_strategy(
-        attention.strategy,
-        servers=config.mesh.servers,
-        tokens_per_server=config.tokens_per_server,
-        heads=config.model.head_shape(config.mesh.tp),
-        tolerance=attention.tolerance,
-        capacities=attention.capacities,
-        transport=attention.transport,
-        sample_lengths=samples,
-        kernel=attention.kernel,
-        axis_names=POOL_AXES,
-        max_document_tokens=data.max_document_tokens,
-        element_bytes=jnp.dtype(config.model.dtype).itemsize,
-        device=find_device(jax.devices()[0].device_kind) or DEVICES["h200"],
-        tp=config.mesh.tp,
-    )
-    if attention.capacities is not None:
-        for lengths in samples:
-            strategy.prepare(lengths)
-    return strategy
+    attention, schedule = config.attention, config.schedule()
+    planned = attention.strategy in PLANNED_STRATEGIES
+    samples = data.sample_nano_lengths(attention.capacity_plans) if planned else []
+
+    def strategy(nano_batches: int, samples: list[Any]) -> Strategy:
+        made = make_strategy(
+            attention.strategy,
+            servers=config.mesh.servers,
+            tokens_per_server=config.tokens_per_server // nano_batches,
+            heads=config.model.head_shape(config.mesh.tp),
+            tolerance=attention.tolerance,
+            capacities=attention.capacities,
+            transport=attention.transport,
+            sample_lengths=samples,
+            kernel=attention.kernel,
+            axis_names=POOL_AXES,
+            max_document_tokens=min(
+                data.max_document_tokens, data.tokens_per_microbatch // nano_batches
+            ),
+            element_bytes=jnp.dtype(config.model.dtype).itemsize,
+            device=find_device(jax.devices()[0].device_kind) or DEVICES["h200"],
+            tp=config.mesh.tp,
+            stages=config.mesh.pp,
+            head_axis=config.head_axis,
+        )
+        if attention.capacities is not None:
+            for lengths in samples:
+                made.prepare(lengths)
+        return made
+
+    divided = [nanos for nanos in samples if len(nanos) == data.nano_batches]
+    whole = [(np.concatenate(nanos),) for nanos in samples]
+    by_strategy = {
+        n: _sample_ticks(schedule, s) if schedule else [lengths for nanos in s for lengths in nanos]
+        for n, s in {1: whole, data.nano_batches: divided}.items()
+    }
+    nano = strategy(2, by_strategy[2]) if data.nano_batches == 2 else None
+    return strategy(1, by_strategy[1]), nano
+
+
+def _sample_ticks(
+    schedule: Schedule, samples: list[tuple[np.ndarray, ...]]
+) -> list[list[np.ndarray]]:
+    """The ticks of as many steps as the sampled microbatches fill, at least one."""
+    per_step = schedule.microbatches
+    if not samples:
+        return []
+    steps = max(1, len(samples) // per_step)
+    at = [i % len(samples) for i in range(steps * per_step)]
+    return [
+        tick
+        for step in range(steps)
+        for tick in sample_ticks(
+            schedule, [samples[i] for i in at[step * per_step : (step + 1) * per_step]]
+        )
+    ]
 
 
 def launch(config: RunConfig, resume: bool = False, console: Console | None = None) -> Outcome:
@@ -92,8 +133,17 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
     mesh = make_mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     first_process(lambda: check_folder(folder, resume))
     data = together(lambda: open_data(config))
-    strategy = together(lambda: make_run_strategy(config, data))
-    train_step = TrainStep(config.model, mesh, strategy, config.optimizer, config.training.remat)
+    strategy, nano_strategy = together(lambda: make_run_strategies(config, data))
+    train_step = TrainStep(
+        config.model,
+        mesh,
+        strategy,
+        config.optimizer,
+        config.training.remat,
+        nano_strategy=nano_strategy,
+        schedule=config.schedule(),
+        tokens_over_tp=config.mesh.tp_splits == "tokens",
+    )
     with ExitStack() as resources:
         first_process(
             lambda: resources.callback(open_folder(folder, resume).close)  # pyright: ignore
@@ -111,8 +161,16 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
             first_process(lambda: check_nothing_lost(folder))
         first_process(lambda: config.save(folder))
         step = 0 if restored is None else restored.step
-        _describe(reporter, config, mesh, data, strategy, resume, step)
-        feed = StepFeed(data, strategy, train_step, mesh, config.training.microbatches)
+        _describe(reporter, config, mesh, data, nano_strategy or strategy, resume, step)
+        feed = StepFeed(
+            data,
+            strategy,
+            train_step,
+            mesh,
+            config.training.microbatches,
+            nano_strategy,
+            config.schedule(),
+        )
         data_state = data.state()
         prefetcher = Prefetcher(feed.make)
         resources.callback(prefetcher.close)
@@ -175,7 +233,8 @@ def _describe(
         (
             "attention",
             f"{config.attention.strategy}: {config.mesh.servers} servers x "
-            f"{config.tokens_per_server:,} tokens, tolerance {config.attention.tolerance}",
+            f"{config.tokens_per_server // config.nano_batches:,} tokens, tolerance "
+            f"{config.attention.tolerance}, {training.overlap}",
         ),
         ("exchange", strategy.describe()),
         ("step", f"{step_tokens:,} tokens in {training.microbatches} microbatch(es)"),
@@ -227,8 +286,17 @@ def _report(
     }
     waits = sum(r["plan_wait_s"] for r in later) / sum(r["step_s"] for r in later)
     fallbacks = sum(r["fallback_tasks"] for r in records)
+    step, asked = records[-1]["step"], config.training.steps
+    undivided = sum(r["nano_batches"] < config.nano_batches for r in records)
+    overlap = [
+        (
+            "overlap",
+            f"{undivided} of {len(records)} steps ran single_stream: a document longer than half a "
+            "microbatch cannot be divided",
+        )
+    ]
     rows = [
-        ("steps", f"{records[-1]['step']} of {config.training.steps}"),
+        ("steps", f"{step} of {asked}" if step <= asked else f"{step}, past the {asked} asked for"),
         (
             "tokens",
             f"{tokens:,} ({padding:.2%} padding) in {seconds / 60:.1f} min, "
@@ -244,6 +312,7 @@ def _report(
             f"median {1e3 * median['plan_s']:.1f} ms a step, hidden but for {waits:.2%} of the time",
         ),
         ("loss, last 3 steps", f"{mean_loss(records):.3f} nats per target token"),
+        *(overlap if config.nano_batches > 1 else []),
         *((f"for comparison, {name}", f"{nats:.3f}") for name, nats in references.items()),
         ("run folder", config.folder),
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -29,6 +30,7 @@ FIELDS = (
     "target_tokens",
     "padding_tokens",
     "documents",
+    "nano_batches",
     "step_s",
     "plan_s",
     "plan_wait_s",
@@ -145,7 +147,7 @@ class Reporter:
 
     def start(self, step: int) -> None:
         if self._progress is not None:
-            self._progress.update(self._bar, completed=step)
+            self._progress.update(self._bar, completed=step, total=max(step, self._steps))
             self._progress.start()
 
     def step(self, record: dict[str, Any]) -> None:
@@ -202,8 +204,8 @@ def plot_plan(path: Path, step: int, home_pairs: np.ndarray, planned_pairs: np.n
     axes.set(
         xlabel="server",
         ylabel="million (query, key) pairs",
-        xticks=servers,
         title=f"attention work per server, step {step}",
     )
-    axes.legend()
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # never over a bar
     FigureCanvasAgg(figure).print_png(str(path))

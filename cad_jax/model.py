@@ -10,7 +10,7 @@ embedding and head spread over (pp, tp), weights over dp (cad_jax.parameters). W
 Shape letters: T tokens, E embedding, H query heads, K key/value heads, D head dim, F ffn, V vocabulary, L layers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
+from cad_jax.layer import Layer, project, rms_norm
 from cad_jax.model_config import LlamaConfig as LlamaConfig
 from cad_jax.model_config import RopeScaling as RopeScaling
 from cad_jax.parameters import Gather, Parallelism, describe, init
@@ -32,119 +32,6 @@ Remat = Literal["none", "save_attention", "full"]
 SAVED_NAMES = ("attention_out", "attention_lse")  # as every strategy names its residuals
 ONE_DEVICE = Parallelism()
 LOSS_CHUNK_TOKENS = 2048  # tokens whose logits are alive at once
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def project(x: jax.Array, weight: jax.Array, dim: int, out_dtype: str) -> jax.Array:
-    """x [T, N] times weight, summed over weight's `dim` (of size N), in x's dtype -> [T, M] in `out_dtype`.
-
-    Sums are float32, and the gradient of the weight stays float32: it is never rounded.
-    """
-    return _product(x, weight.astype(x.dtype), 1, dim, out_dtype)
-
-
-def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int, dtype: DTypeLike) -> jax.Array:
-    """Matrix product summed over the given dims; the other dims of a and b remain, in this order."""
-    dims = (((a_dim,), (b_dim,)), ((), ()))
-    return lax.dot_general(a, b, dims, preferred_element_type=dtype)
-
-
-def _project_fwd(
-    x: jax.Array, weight: jax.Array, dim: int, out_dtype: str
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    weight = weight.astype(x.dtype)
-    return _product(x, weight, 1, dim, out_dtype), (x, weight)
-
-
-def _project_bwd(
-    dim: int, out_dtype: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, weight = saved
-    gradient = gradient.astype(x.dtype)
-    pair = (x, gradient) if dim == 0 else (gradient, x)
-    return _product(gradient, weight, 1, 1 - dim, x.dtype), _product(*pair, 0, 0, jnp.float32)
-
-
-project.defvjp(_project_fwd, _project_bwd)
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [T, E] over its root mean square, times weight [E]; float32 inside, x's dtype out."""
-    wide = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight[None, :]).astype(x.dtype)
-
-
-def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
-    """Rotary embedding of x [T, H, D]: lane i of the first half turns with lane i of the second.
-
-    Phases are float32: positions int32 [T] (they restart with each document) times [D/2].
-    """
-    phases = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-    cos, sin = jnp.cos(phases)[:, None, :], jnp.sin(phases)[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return turned.astype(x.dtype)
-
-
-class Layer(nnx.Module):
-    """One layer, in two halves. Weights of this device: [E/dp, X/tp]; stacked [L, ...] in `Llama`."""
-
-    def __init__(
-        self, config: LlamaConfig, parallelism: Parallelism, values: Mapping[str, jax.Array]
-    ) -> None:
-        self.config = config
-        self.parallelism = parallelism
-        self.gather = Gather.of(config, parallelism)
-        self.attention_norm = nnx.Param(values["attention_norm"])
-        self.query = nnx.Param(values["query"])
-        self.key = nnx.Param(values["key"])
-        self.value = nnx.Param(values["value"])
-        self.attention_output = nnx.Param(values["attention_output"])
-        self.ffn_norm = nnx.Param(values["ffn_norm"])
-        self.ffn_gate = nnx.Param(values["ffn_gate"])
-        self.ffn_up = nnx.Param(values["ffn_up"])
-        self.ffn_down = nnx.Param(values["ffn_down"])
-
-    def _own_key_head(self, weight: jax.Array) -> jax.Array:
-        """This device's columns of a key or value weight that is replicated because K < tp."""
-        config, tp = self.config, self.parallelism.tp
-        if config.num_kv_heads % tp == 0:
-            return weight
-        head = lax.axis_index("tp") * config.num_kv_heads // tp
-        return lax.dynamic_slice_in_dim(weight, head * config.head_dim, config.head_dim, axis=1)
-
-    def pre_attention(
-        self, x: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [T, E], positions int32 [T] -> q [T, H, D], k [T, K, D], v [T, K, D] of this device."""
-        config = self.config
-        heads = config.head_shape(self.parallelism.tp)
-        key, value = self._own_key_head(self.key[...]), self._own_key_head(self.value[...])
-        (weight,) = self.gather.side_by_side((self.query[...], key, value))
-        rows = rms_norm(x, self.attention_norm[...], config.norm_eps)
-        qkv = project(rows, weight, 0, config.dtype).reshape(x.shape[0], -1, heads.head_dim)
-        first_key = heads.num_q_heads
-        q, k, v = jnp.split(qkv, (first_key, first_key + heads.num_kv_heads), axis=1)
-        frequencies = jnp.asarray(config.rope_frequencies())
-        return rotate(q, positions, frequencies), rotate(k, positions, frequencies), v
-
-    def post_attention(self, x: jax.Array, out: jax.Array) -> jax.Array:
-        """x [T, E] and attention's out [T, H, D] -> the next layer's x [T, E]."""
-        config, parallelism = self.config, self.parallelism
-        out_weight, in_weight, down_weight = self.gather.side_by_side(
-            (self.attention_output[...],),
-            (self.ffn_gate[...], self.ffn_up[...]),
-            (self.ffn_down[...],),
-        )
-        out = out.reshape(x.shape[0], -1)
-        x = x + parallelism.psum(project(out, out_weight, 1, config.dtype), "tp")
-        rows = rms_norm(x, self.ffn_norm[...], config.norm_eps)
-        gate, up = jnp.split(project(rows, in_weight, 0, config.dtype), 2, axis=1)
-        hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        return x + parallelism.psum(
-            project(hidden.astype(x.dtype), down_weight, 1, config.dtype), "tp"
-        )
 
 
 class Llama(nnx.Module):
@@ -162,7 +49,7 @@ class Llama(nnx.Module):
         values = init(describe(config, parallelism), seed)
         self.config = config
         self.parallelism = parallelism
-        self.gather = Gather.of(config, parallelism)
+        self.gather = Gather.of_tables(config, parallelism)
         self.embedding = nnx.Param(values["embedding"])
         self.layers = Layer(config, parallelism, values["layers"])
         self.final_norm = nnx.Param(values["final_norm"])
@@ -177,6 +64,10 @@ class Llama(nnx.Module):
         axes = self.parallelism.manual("pp", "tp")
         return self.parallelism.index(axes) * table.shape[0]
 
+    @property
+    def _split_tokens(self) -> bool:
+        return self.parallelism.tokens_over_tp and self.parallelism.tp > 1
+
     def _tokens_over_pool(self, x: jax.Array) -> jax.Array:
         """Where the partitioner owns pp and dp: keep tokens spread over them."""
         if not self.parallelism.automatic_pool:
@@ -184,19 +75,27 @@ class Llama(nnx.Module):
         return lax.with_sharding_constraint(x, P(POOL_AXES, None))
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        """ids int32 [T] -> x [T, E]. Each vocabulary shard gives its rows, zeros elsewhere."""
-        pp = self.parallelism.manual("pp")
+        """ids int32 [T] -> x [T, E], the same on every device of (pp, tp).
+
+        Where tp splits tokens, T are this device's.
+        """
+        return self._tokens_over_pool(self.parallelism.psum(self.embed_share(ids), "pp"))
+
+    def embed_share(self, ids: jax.Array) -> jax.Array:
+        """`embed` but for the sum over pp: each vocabulary shard gives its rows, zeros elsewhere.
+
+        Where tp splits tokens, the shards answer for those of all tp devices.
+        """
         table = self.gather.table(self.embedding[...])
-        if pp:
-            ids = lax.all_gather(ids, pp, tiled=True)
+        if self._split_tokens:
+            ids = lax.all_gather(ids, "tp", tiled=True)
         rows = ids - self._first_vocab_row(table)
         mine = (rows >= 0) & (rows < table.shape[0])
         found = _lookup(table, jnp.where(mine, rows, 0), self.config.dtype, table.shape[0])
         x = jnp.where(mine[:, None], found, 0)
-        x = self.parallelism.psum(x, "tp")
-        if pp:
-            x = lax.psum_scatter(x, pp, scatter_dimension=0, tiled=True)
-        return self._tokens_over_pool(x)
+        if self._split_tokens:
+            return lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True)
+        return self.parallelism.psum(x, "tp")
 
     def hidden(
         self,
@@ -205,13 +104,22 @@ class Llama(nnx.Module):
         attend: Attend,
         remat: Remat = "save_attention",
     ) -> jax.Array:
-        """ids, positions int32 [T] -> x [T, E] after the last layer and its norm.
+        """ids, positions int32 [T] -> x [T, E] after the last layer and its norm."""
+        return self.normed(self.run_layers(self.embed(ids), positions, attend, remat))
+
+    def run_layers(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        remat: Remat = "save_attention",
+    ) -> jax.Array:
+        """x [T, E] and positions int32 [T] -> x after the last layer.
 
         remat: "none" keeps every intermediate; "save_attention" keeps each layer's input and
         attention's named residuals (out, lse), so that attention and its exchanges never run
         twice; "full" keeps each layer's input alone, and runs attention again.
         """
-        x = self.embed(ids)
         definition, weights = nnx.split(self.layers)
 
         def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -219,7 +127,10 @@ class Llama(nnx.Module):
             out = attend(*one.pre_attention(x, positions))
             return self._tokens_over_pool(one.post_attention(x, out)), None
 
-        x, _ = lax.scan(rematerialise(layer, remat), x, weights)
+        return lax.scan(rematerialise(layer, remat), x, weights)[0]
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """x [T, E] after the last layer -> what `logits` and `loss` take."""
         return rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -231,13 +142,15 @@ class Llama(nnx.Module):
     def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
         """Summed cross-entropy (nats) of targets int32 [T] where weights [T] are not zero, float32.
 
-        x [T, E] is gathered over pp, so that every device of (pp, tp) scores its part of the
-        vocabulary for the same tokens and all of them return the same sum. Logits exist for
-        LOSS_CHUNK_TOKENS tokens at a time and are computed again in the backward pass.
+        x [T, E] is the same on every device of (pp, tp), or gathered over tp where that splits
+        tokens: each scores its part of the vocabulary and all of them return the same sum. Logits exist for LOSS_CHUNK_TOKENS tokens at a time and
+        are computed again in the backward pass.
         """
-        pp, vocab_axes = self.parallelism.manual("pp"), self.parallelism.manual("pp", "tp")
-        if pp:
-            x, targets, weights = (lax.all_gather(a, pp, tiled=True) for a in (x, targets, weights))
+        vocab_axes = self.parallelism.manual("pp", "tp")
+        if self._split_tokens:
+            x, targets, weights = (
+                lax.all_gather(a, "tp", tiled=True) for a in (x, targets, weights)
+            )
         table = self.gather.table(self._head_table)
         first = self._first_vocab_row(table)
         columns = lax.broadcasted_iota(jnp.int32, (1, table.shape[0]), 1)
@@ -263,7 +176,7 @@ class Llama(nnx.Module):
 
 
 def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A scan body under a remat policy (see `Llama.hidden`)."""
+    """A scan body under a remat policy (see `Llama.run_layers`)."""
     if remat == "none":
         return body
     if remat == "full":

@@ -137,14 +137,22 @@ class LlamaConfig:
             )
         return HeadShape(self.num_q_heads // tp, max(1, self.num_kv_heads // tp), self.head_dim)
 
-    def check_mesh(self, pp: int, tp: int) -> None:
+    def check_mesh(self, pp: int, tp: int, tokens_over_tp: bool = False) -> None:
         """Refuse a mesh over which the model's tensors do not split.
 
+        tokens_over_tp: tp splits tokens instead of the layers' products.
+
         Raises:
-            ValueError: heads, ffn or vocabulary do not divide.
+            ValueError: layers, heads, ffn or vocabulary do not divide.
         """
         self.head_shape(tp)
-        if self.ffn_dim % tp:
+        if self.num_layers % pp:
+            raise ValueError(
+                f"num_layers (={self.num_layers}) must be divisible by pp (={pp}): every pipeline "
+                f"stage holds as many; use pp={math.gcd(self.num_layers, pp)} or "
+                f"num_layers={-(-self.num_layers // pp) * pp}"
+            )
+        if self.ffn_dim % tp and not tokens_over_tp:
             raise ValueError(
                 f"ffn_dim (={self.ffn_dim}) must be divisible by tp (={tp}): its columns are split "
                 f"over tensor parallelism; use tp={math.gcd(self.ffn_dim, tp)} or "

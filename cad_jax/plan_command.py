@@ -15,6 +15,13 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"cad-jax plan: {error}", file=sys.stderr)
         return 2
+    except MemoryError as error:  # what was free when the run began is not any more
+        print(
+            f"cad-jax plan: the memory does not hold a plan of {args.servers} servers ({error}): "
+            "plan fewer servers, or on a larger machine",
+            file=sys.stderr,
+        )
+        return 2
     except OSError as error:
         print(
             f"cad-jax plan: {error.filename} cannot be written ({error.strerror}): name another file",

@@ -4,6 +4,7 @@ Works where jax is not installed. Shape letters: T tokens per server, S servers.
 """
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,15 @@ from rich.table import Table
 from cad_jax.sharding.cost import DEVICES, attention_flops, model_shape
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.tasks import TILE_ROWS
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+MAX_DOCUMENT_TOKENS = 2**31 - 1
+MAX_POOL_TOKENS = 2**31  # one document that fills it has 2^61 pairs: all counts stay in 64 bits
+# Planning holds tables of servers x servers, and of servers x documents. Bytes per entry of each, the
+# most that was seen, over pools of 300 to 2,000 servers: one document that spans all of them.
+SERVER_PAIR_BYTES, SERVER_DOCUMENT_BYTES = 220, 12
+MAX_PLOT_INCHES = 24.0
 PLAN_FIELDS = (
     "servers",
     "tokens_per_server",
@@ -73,10 +81,11 @@ def read_lengths(path: str | Path) -> np.ndarray:
         text = line.strip()
         if not text:
             continue
-        if not (text.isascii() and text.isdigit()) or int(text) >= 2**31:
+        whole = text.isascii() and text.isdigit() and len(text) < 20
+        if not whole or int(text) > MAX_DOCUMENT_TOKENS:
             raise ValueError(
                 f"{path}, line {number}: a document length is a whole number of tokens from 0 to "
-                f"{2**31 - 1}, got {text[:40]!r}: correct or remove the line"
+                f"{MAX_DOCUMENT_TOKENS}, got {text[:40]!r}: correct or remove the line"
             )
         lengths.append(int(text))
     if not lengths:
@@ -95,6 +104,53 @@ def first_tokens(lengths: np.ndarray, tokens: int) -> np.ndarray:
     kept = lengths[: last + 1].copy()
     kept[-1] -= ends[last] - tokens
     return kept
+
+
+def planning_bytes(servers: int, documents: int) -> int:
+    """Memory that planning so many documents over so many servers may take at its peak."""
+    return servers * (servers * SERVER_PAIR_BYTES + documents * SERVER_DOCUMENT_BYTES)
+
+
+def available_bytes() -> float:
+    """Memory this process may still take; infinity where the system does not say."""
+    limits = [math.inf]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")  # a container's limit, where there is one
+        limit, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
+        limits.append(limit - used)
+    except (OSError, ValueError):  # another system, another kind of group, "max" for no limit
+        pass
+    return min(limits)
+
+
+def check_sizes(args: PlanArgs) -> None:
+    """Raises ValueError for a pool or a tolerance that no plan can be made for."""
+    for name in ("servers", "tokens_per_server"):
+        if getattr(args, name) < 1:
+            raise ValueError(
+                f"{name} must be at least 1, got {getattr(args, name)}: a pool has ranks with tokens"
+            )
+    if math.isinf(args.tolerance):
+        raise ValueError(f"tolerance must be a finite number, got {args.tolerance}: 0.05 is usual")
+    pool_tokens = args.servers * args.tokens_per_server
+    if pool_tokens > MAX_POOL_TOKENS:
+        raise ValueError(
+            f"servers x tokens_per_server must be at most {MAX_POOL_TOKENS} tokens, got "
+            f"{args.servers} x {args.tokens_per_server} = {pool_tokens}: plan fewer of either"
+        )
+
+
+def check_memory(servers: int, documents: int) -> None:
+    """Raises ValueError, before anything large is allocated, where a plan may not fit the memory."""
+    needed, available = planning_bytes(servers, documents), available_bytes()
+    if needed > available:
+        raise ValueError(
+            f"a plan must fit the memory that is free ({available / GIB:.1f} GiB), and {documents} "
+            f"documents over {servers} servers may take {needed / GIB:.1f} GiB, in tables that grow "
+            "with servers x (servers + documents): plan fewer servers, or on a larger machine"
+        )
 
 
 def report(plan: Plan, plan_s: float) -> dict:
@@ -150,7 +206,8 @@ def table(plan: Plan, figures: dict, model: str) -> Table:
 
 def plot(plan: Plan, path: str | Path) -> None:
     """Bars of work per server, at home and planned, in units of the mean, as PNG."""
-    figure = Figure(figsize=(max(6.0, 1.5 + 0.18 * plan.servers), 3.4), layout="constrained")
+    width = min(max(6.0, 1.5 + 0.18 * plan.servers), MAX_PLOT_INCHES)
+    figure = Figure(figsize=(width, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     home, planned = plan.home_loads(), plan.loads()
@@ -162,7 +219,7 @@ def plot(plan: Plan, path: str | Path) -> None:
     axes.set_xlabel("server")
     axes.set_ylabel("(query, key) pairs / mean")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)  # never over a bar
     figure.savefig(path, dpi=150)
 
 
@@ -173,22 +230,19 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     """
     console = console or Console()
     shape = model_shape(args.model)
-    for name in ("servers", "tokens_per_server"):
-        if getattr(args, name) < 1:
-            raise ValueError(
-                f"{name} must be at least 1, got {getattr(args, name)}: a pool has ranks with tokens"
-            )
+    check_sizes(args)
     for path in (args.json, args.plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: make the folder {path.parent} first")
     lengths = first_tokens(read_lengths(args.lengths), args.servers * args.tokens_per_server)
+    check_memory(args.servers, len(lengths))
 
-    def timed() -> tuple[Plan, float]:
+    def timed(lengths: np.ndarray, servers: int, tokens_per_server: int) -> tuple[Plan, float]:
         start = time.perf_counter()
         plan = plan_documents(
             lengths,
-            servers=args.servers,
-            tokens_per_server=args.tokens_per_server,
+            servers=servers,
+            tokens_per_server=tokens_per_server,
             num_q_heads=shape.num_q_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -197,8 +251,10 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
         )
         return plan, time.perf_counter() - start
 
-    timed()  # loads the compiled planner, which a run does once
-    plan, plan_s = timed()
+    # A run loads the compiled planner once: a small plan that moves work does so here.
+    timed(np.array([8 * TILE_ROWS]), servers=2, tokens_per_server=4 * TILE_ROWS)
+    with console.status(f"planning {len(lengths)} documents over {args.servers} servers"):
+        plan, plan_s = timed(lengths, args.servers, args.tokens_per_server)
     figures = report(plan, plan_s)
     console.print(table(plan, figures, args.model))
     if plan.fallback_tasks:

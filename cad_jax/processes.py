@@ -31,16 +31,20 @@ class ProcessConfig:
 
     def __post_init__(self) -> None:
         if self.processes < 1:
-            raise ValueError(f"--processes (={self.processes}) must be at least 1")
+            raise ValueError(
+                f"--processes (={self.processes}) must be at least 1; leave it out for a run of one "
+                "process"
+            )
         if not 0 <= self.process_id < self.processes:
             raise ValueError(
                 f"--process-id (={self.process_id}) must be from 0 to --processes - 1 "
-                f"(={self.processes - 1})"
+                f"(={self.processes - 1}); give each process another of these numbers, or raise "
+                "--processes"
             )
         if self.processes > 1 and ":" not in self.coordinator:
             raise ValueError(
-                f"--processes (={self.processes}) above 1 needs --coordinator HOST:PORT, an address "
-                f"of process 0 that all reach; got {self.coordinator!r}"
+                f"--processes (={self.processes}) above 1 needs --coordinator HOST:PORT, got "
+                f"{self.coordinator!r}; give an address of process 0 that all reach, the same to all"
             )
 
 

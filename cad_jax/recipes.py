@@ -80,7 +80,10 @@ def text_folder() -> RunConfig:
 
 
 def llama3_8b_h200() -> RunConfig:
-    """Llama 3 8B on two nodes of 8 H200, documents up to a microbatch of 512 Ki tokens.
+    """Llama 3 8B on eight nodes of 8 H200, documents up to 512 Ki tokens.
+
+    A rank is a node: its eight devices split tokens, and heads inside attention; eight ranks share
+    attention, and two nano-batches of 64 Ki tokens a rank alternate.
 
     Give --data.paths (JSON lines) and --data.tokenizer (the model's tokenizer.json); one process per
     node or per GPU with --processes, --coordinator and --process-id.
@@ -100,8 +103,10 @@ def llama3_8b_h200() -> RunConfig:
         ),
         data=DataConfig(source="jsonl", end_of_document="<|end_of_text|>"),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2000, total_steps=100_000),
-        mesh=MeshConfig(dp=16, platform="cuda"),
-        training=TrainingConfig(steps=100_000, tokens_per_microbatch=16 * 32_768, microbatches=4),
+        mesh=MeshConfig(dp=8, tp=8, tp_splits="tokens", platform="cuda"),
+        training=TrainingConfig(
+            steps=100_000, tokens_per_microbatch=8 * 2 * 65_536, microbatches=4, overlap="pingpong"
+        ),
         checkpoint=CheckpointConfig(every_steps=500),
     )
 

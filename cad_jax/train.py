@@ -155,7 +155,12 @@ class Loop:
         return Outcome(self.step, self._reason(request, training.steps), self.state)
 
     def _reason(self, request: StopRequest, steps: int) -> str:
-        if self.step >= steps:
+        if self.step > steps:  # so it began: a resumed run, asked for fewer steps than it has done
+            return (
+                f"the run is at step {self.step} already, training.steps (={steps}) asks for fewer: "
+                f"nothing was trained; add --steps with more than {self.step} to go on"
+            )
+        if self.step == steps:
             return f"all {steps} steps are done"
         resume = "add --resume to go on"
         if request.signal_name:
@@ -234,6 +239,7 @@ class Loop:
             "target_tokens": figures["target_tokens"],
             "padding_tokens": figures["padding_tokens"],
             "documents": figures["documents"],
+            "nano_batches": figures["nano_batches"],
             "step_s": step_s,
             "plan_s": flight.work.plan_s,
             "plan_wait_s": plan_wait_s,

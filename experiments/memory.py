@@ -72,7 +72,7 @@ def temporary_bytes(name: str, servers: int, tokens_per_server: int) -> int:
     )
     mesh = make_mesh(dp=servers, devices=jax.devices()[:servers])
     step = TrainStep(MODEL, mesh, strategy, OptimizerConfig())
-    arrays = jax.tree.map(lambda x: x[None], strategy.prepare(samples[0]).arrays)
+    arrays = jax.tree.map(lambda x: x[None, None], strategy.prepare(samples[0]).arrays)
     traced = step.trace(1, servers * tokens_per_server, arrays)
     return int(traced.lower().compile().memory_analysis().temp_size_in_bytes)
 

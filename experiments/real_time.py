@@ -33,7 +33,7 @@ from cad_jax.model_config import LlamaConfig
 from cad_jax.optimizer import OptimizerConfig
 from cad_jax.processes import ProcessConfig, start_devices
 from cad_jax.sharding.mesh import make_mesh
-from cad_jax.train_step import Batch, TrainStep, stack_microbatches
+from cad_jax.train_step import Batch, TrainStep, stack, stack_microbatches
 
 SERVERS = 2
 FIELDS = (
@@ -128,10 +128,11 @@ def worker(args: argparse.Namespace) -> None:
             for name in mix.strategies[turn:] + mix.strategies[:turn]:
                 strategy, step, state = runs[name]
                 prepared = strategy.prepare(lengths, ranks=ranks)
-                stacked, arrays = stack_microbatches([batch], [prepared.order], [prepared.arrays])
-                sharding = step.batch_sharding
-                placed = jax.tree.map(lambda x, s=sharding: place_whole(x, s), stacked)
-                arrays = jax.tree.map(lambda x, s=sharding: place_ranks(x, s, ranks), arrays)
+                stacked = stack_microbatches([[batch]], [[prepared.order]])
+                arrays = stack([[prepared.arrays]])
+                rows_of, ranks_of = step.batch_sharding, step.arrays_sharding
+                placed = jax.tree.map(lambda x, s=rows_of: place_whole(x, s), stacked)
+                arrays = jax.tree.map(lambda x, s=ranks_of: place_ranks(x, s, ranks), arrays)
                 jax.block_until_ready(barrier(placed.weights))
                 start = time.perf_counter()
                 state, metrics = jax.block_until_ready(step.step(state, placed, arrays))

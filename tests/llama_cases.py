@@ -102,6 +102,8 @@ class GatherEverything:
     """The plainest strategy: all keys to every rank. Its arrays are each token's document."""
 
     manual_axes: ClassVar[tuple[str, ...]] = ("pp", "dp", "tp")
+    way: ClassVar[None] = None
+    settings: ClassVar[None] = None
 
     def expand(self, arrays):
         return arrays, lax.all_gather(arrays, POOL, tiled=True)
@@ -119,6 +121,8 @@ class LeaveToPartitioner:
     """The same for a step whose pp and dp belong to XLA's partitioner."""
 
     manual_axes: ClassVar[tuple[str, ...]] = ("tp",)
+    way: ClassVar[None] = None
+    settings: ClassVar[None] = None
 
     def expand(self, arrays):
         return arrays.reshape(-1)

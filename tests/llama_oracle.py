@@ -106,5 +106,7 @@ def relative_errors(actual, expected):
     for (path, want), got in zip(flat, jax.tree.leaves(actual), strict=True):
         size = np.linalg.norm(want)
         difference = np.linalg.norm(np.asarray(got, np.float64) - want)
+        # A NaN would pass for the smaller one in a maximum.
+        assert np.isfinite(difference), jax.tree_util.keystr(path)
         errors[jax.tree_util.keystr(path)] = difference / size if size else difference
     return errors

@@ -22,6 +22,7 @@ from cad_jax.model import Llama
 from cad_jax.parameters import Parallelism, describe, init, shardings
 from cad_jax.processes import PlanDisagreementError, ProcessConfig, start_devices
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
+from cad_jax.train_step import SERVERS
 from tests.tiny_runs import tiny_config, with_changes
 
 TOKENS_PER_SERVER = 512
@@ -46,9 +47,10 @@ def forward_rows(config) -> dict[int, np.ndarray]:
     definition = nnx.split(nnx.eval_shape(lambda: Llama(config.model, parallelism)))[0]
     specs = jax.tree.map(lambda p: p.spec, description)
     by_rank = jax.sharding.NamedSharding(mesh, P(None, POOL_AXES))
+    of_servers = jax.sharding.NamedSharding(mesh, SERVERS)
 
     def rank(params, ids, positions, arrays):
-        tables = strategy.expand(jax.tree.map(lambda a: a[0, 0], arrays))
+        tables = strategy.expand(jax.tree.map(lambda a: a[0, 0, 0], arrays))
         model = nnx.merge(definition, params)
         attend = lambda q, k, v: strategy.attend(q, k, v, tables)  # noqa: E731
         return model.hidden(ids[0], positions[0], attend)
@@ -57,7 +59,7 @@ def forward_rows(config) -> dict[int, np.ndarray]:
         jax.shard_map(
             rank,
             mesh=mesh,
-            in_specs=(specs, P(None, POOL_AXES), P(None, POOL_AXES), P(None, POOL_AXES)),
+            in_specs=(specs, P(None, POOL_AXES), P(None, POOL_AXES), SERVERS),
             out_specs=P(POOL_AXES),
             check_vma=False,
         )
@@ -67,7 +69,7 @@ def forward_rows(config) -> dict[int, np.ndarray]:
     positions = np.zeros((1, tokens), np.int32)
     positions[0, : LENGTHS.sum()] = np.concatenate([np.arange(n) for n in LENGTHS])
     arrays = jax.tree.map(
-        lambda rows: place_ranks(rows[None], by_rank, local_ranks(mesh)), prepared.arrays
+        lambda rows: place_ranks(rows[None, None], of_servers, local_ranks(mesh)), prepared.arrays
     )
     out = step(params, place_whole(ids, by_rank), place_whole(positions, by_rank), arrays)
     return {

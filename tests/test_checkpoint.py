@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -156,10 +157,33 @@ def exchange_arrays(step: Path):
     shutil.copytree(step.parent / "10" / "state", step / "state")
 
 
+def lose_record(step: Path):
+    shutil.rmtree(step / "run")
+
+
+def lose_manifest(step: Path):
+    for path in (step / "state").rglob("manifest*"):
+        path.unlink()
+
+
+MESSAGES = {
+    "flip_array_byte": r"its file state/d/\w+ cannot be read \(data loss\)|checksum",
+    "lose_array_file": r"its file state/d/\w+ cannot be read \(not found\)",
+    "lose_manifest": r"its folder state cannot be read \(not found\)",
+    "lose_record": r"its folder run cannot be read \(missing or changed\)",
+    "truncate_record": r"its folder run cannot be read \(missing or changed\)",
+    "change_position": "its record does not match its own digest",
+    "exchange_arrays": r"params/\w+ does not match the checksum saved with it",
+}
+
+
 @pytest.mark.parametrize(
     "damage",
-    [flip_array_byte, lose_array_file, truncate_record, change_position, exchange_arrays],
-)
+    [
+        flip_array_byte, lose_array_file, lose_manifest, lose_record, truncate_record,
+        change_position, exchange_arrays,
+    ],
+)  # fmt: skip
 def test_damaged_falls_back_and_says_so(saved, damage):
     folder, states = saved
     before = {p: p.read_bytes() for p in (folder / "20").rglob("*") if p.is_file()}
@@ -172,6 +196,9 @@ def test_damaged_falls_back_and_says_so(saved, damage):
     assert restored is not None and restored.step == 10
     assert_equal(restored.state, states[10])
     assert any("step 20" in line and "falling back" in line for line in lines)
+    assert any(re.search(MESSAGES[damage.__name__], line) for line in lines), lines
+    for line in lines:  # no object of a library, and no text about one
+        assert not re.search(r"[{}\[\]\\]|driver|char |Item|Error", line), line
     assert (folder / "damaged_20").is_dir()
     checkpointer.save(20, states[20], DATA, CONFIG)
     checkpointer.close()

@@ -1,13 +1,16 @@
 """Configuration: JSON there and back, rules with value and cure, what a resume may change."""
 
 import json
+import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from cad_jax.attention.strategies import make_strategy
 from cad_jax.config import (
     AttentionConfig,
     MeshConfig,
@@ -16,7 +19,10 @@ from cad_jax.config import (
     config_from_dict,
     load_config,
 )
+from cad_jax.data import DocumentBatches
+from cad_jax.launch import make_run_strategies
 from cad_jax.model_config import RopeScaling
+from cad_jax.processes import ProcessConfig
 from cad_jax.recipes import RECIPES, llama3_8b_h200, stdlib_demo
 from cad_jax.sharding.capacities import default_capacities
 from cad_jax.sharding.cost import model_shape
@@ -63,15 +69,43 @@ def test_damaged_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "make, match",
     [
-        (lambda: MeshConfig(dp=0), r"mesh.dp \(=0\) must be at least 1"),
+        (lambda: MeshConfig(dp=0), r"mesh.dp \(=0\) must be at least 1; use 1 to leave the axis"),
         (
             lambda: AttentionConfig(tolerance=-0.1),
-            r"tolerance \(=-0.1\) must not be negative; 0.05",
+            r"tolerance \(=-0.1\) must be finite and not negative; use 0.05",
         ),
-        (lambda: AttentionConfig(capacity_plans=0), r"capacity_plans \(=0\) must be at least 1"),
-        (lambda: TrainingConfig(steps=0), r"training.steps \(=0\) must be at least 1"),
-        (lambda: TrainingConfig(max_minutes=0), r"max_minutes \(=0\) must be positive, or None"),
-        (lambda: TrainingConfig(seed=-1), r"training.seed \(=-1\) must be from 0 to"),
+        (lambda: AttentionConfig(tolerance=math.inf), r"\(=inf\) must be finite .*; use 0.05"),
+        (lambda: AttentionConfig(tolerance=math.nan), r"\(=nan\) must be finite .*; use 0.05"),
+        (
+            lambda: AttentionConfig(capacity_plans=0),
+            r"capacity_plans \(=0\) must be at least 1; use 200",
+        ),
+        (
+            lambda: TrainingConfig(steps=0),
+            r"training.steps \(=0\) must be at least 1; give the num",
+        ),
+        (
+            lambda: TrainingConfig(tokens_per_microbatch=0),
+            r"tokens_per_microbatch \(=0\) must be at least 1; give a multiple of .* pp x dp",
+        ),
+        (lambda: TrainingConfig(microbatches=0), r"microbatches \(=0\) must be .* 1; use 1 to"),
+        (
+            lambda: TrainingConfig(max_minutes=0),
+            r"max_minutes \(=0\) must be positive; give more, or None for no limit",
+        ),
+        (lambda: TrainingConfig(seed=-1), r"seed \(=-1\) must be from 0 to 2\*\*32 - 1; use 0"),
+        (
+            lambda: ProcessConfig(processes=0),
+            r"--processes \(=0\) must be at least 1; leave it out",
+        ),
+        (
+            lambda: ProcessConfig(processes=2, process_id=2, coordinator="a:1"),
+            r"--process-id \(=2\) must be from 0 to .* \(=1\); give each process another",
+        ),
+        (
+            lambda: ProcessConfig(processes=2, coordinator="somewhere"),
+            r"needs --coordinator HOST:PORT, got 'somewhere'; give an address of process 0",
+        ),
     ],
 )
 def test_rules_of_the_parts(make, match):
@@ -82,10 +116,31 @@ def test_rules_of_the_parts(make, match):
 def test_rules_between_the_parts(tmp_path):
     config = tiny_config(tmp_path, "*.txt")
     config.check()
-    with pytest.raises(ValueError, match=r"\(=514\) must be divisible by .* \(=4\).*use 516"):
+    with pytest.raises(
+        ValueError, match=r"\(=514\) must be divisible by .* \(=4 x 1 x 1\).*use 516"
+    ):
         with_changes(config, training={"tokens_per_microbatch": 514}).check()
     with pytest.raises(ValueError, match=r"num_q_heads \(=4\) must be divisible by tp \(=3\)"):
         with_changes(config, mesh={"tp": 3}).check()
+
+
+@pytest.mark.parametrize("name, samples", [("cad", 40), ("home", 40), ("ring", 0), ("native", 0)])
+def test_only_planned_strategies_draw_samples(name, samples, tmp_path):
+    """The others have no capacities to set; drawing samples packs hundreds of microbatches."""
+    drawn = []
+
+    def sample_nano_lengths(batches):
+        drawn.extend([(np.array([300, 212]),)] * batches)
+        return drawn
+
+    config = with_changes(tiny_config(tmp_path, "*.txt"), attention={"strategy": name})
+    data = SimpleNamespace(
+        sample_nano_lengths=sample_nano_lengths, nano_batches=1, tokens_per_microbatch=512,
+        max_document_tokens=512,
+    )  # fmt: skip
+    strategy, _ = make_run_strategies(config, cast(DocumentBatches, data))
+    assert strategy.name == name
+    assert len(drawn) == samples
 
 
 def test_what_a_resume_may_change(tmp_path):
@@ -123,25 +178,32 @@ def test_demo_is_about_five_million_parameters_in_pieces_of_half_a_step():
 
 def test_llama3_8b_traces_on_its_own_mesh():
     """The real configuration on a mesh that is not here: shapes, shardings and sizes."""
-    config = llama3_8b_h200()
+    config = with_changes(llama3_8b_h200(), attention={"kernel": "xla"})
     shape = model_shape("llama3-8b")
     for name in ("num_layers", "embedding_dim", "num_q_heads", "num_kv_heads", "ffn_dim"):
         assert getattr(config.model, name) == getattr(shape, name)
     assert config.model.num_parameters == 8_030_261_248
-    mesh = AbstractMesh((1, config.mesh.dp, config.mesh.tp), ("pp", "dp", "tp"))
-    tokens = config.training.tokens_per_microbatch
-    strategy = make_strategy(
-        "cad",
-        servers=config.mesh.servers,
-        tokens_per_server=config.tokens_per_server,
-        heads=config.model.head_shape(config.mesh.tp),
-        kernel="xla",
-        max_document_tokens=131_072,
-    )
-    prepared = strategy.prepare([131_072] * (tokens // 131_072))
-    step = TrainStep(config.model, mesh, strategy, config.optimizer, config.training.remat)
-    arrays = jax.tree.map(lambda a: a[None], prepared.arrays)
-    step.trace(1, tokens, arrays)
+    mesh = AbstractMesh((config.mesh.pp, config.mesh.dp, config.mesh.tp), ("pp", "dp", "tp"))
+    tokens, microbatches = config.training.tokens_per_microbatch, config.training.microbatches
+    nano_batches = config.nano_batches
+    data = SimpleNamespace(
+        sample_nano_lengths=lambda count: [(np.array([tokens // nano_batches]),) * nano_batches],
+        nano_batches=nano_batches, tokens_per_microbatch=tokens, max_document_tokens=tokens,
+    )  # fmt: skip
+    strategies = make_run_strategies(config, cast(DocumentBatches, data))
+    step = TrainStep(
+        config.model, mesh, strategies[0], config.optimizer, config.training.remat,
+        nano_strategy=strategies[1], tokens_over_tp=config.mesh.tp_splits == "tokens",
+    )  # fmt: skip
+    # Whole microbatches with documents as long as they are, then nano-batches: the recipe's own tokens.
+    for strategy, parts in zip(strategies, (1, 2), strict=True):
+        if strategy is not None:
+            longest = tokens // parts
+            lengths = [longest], [longest // 2] * 2, [longest - 7, 0, 7], [1] * 100
+            assert len(lengths) == microbatches
+            prepared = [strategy.prepare(np.array(documents)).arrays for documents in lengths]
+            arrays = _stacked(prepared, parts)
+            step.trace(microbatches, tokens, arrays)
     state = step.abstract_state()
     per_device_bytes = sum(
         leaf.dtype.itemsize * _size(leaf.sharding.shard_shape(leaf.shape))
@@ -149,6 +211,13 @@ def test_llama3_8b_traces_on_its_own_mesh():
     )
     assert per_device_bytes < 12 * 8.1e9 / config.mesh.dp, "parameters and moments are spread"
     assert per_device_bytes < 20e9, "beside 141 GB of an H200"
+
+
+def _stacked(microbatches, nano_batches):
+    """A step's plan arrays, [M, N, S, ...]: the nano-batches of a microbatch are alike."""
+    return jax.tree.map(
+        lambda *rows: np.stack([np.stack([row] * nano_batches) for row in rows]), *microbatches
+    )
 
 
 def _size(shape):

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cad_jax import data
-from cad_jax.data import DataConfig, DocumentBatches, next_token_targets, reference_entropies
+from cad_jax.data import DataConfig, DocumentBatches, reference_entropies
+from cad_jax.packed_batch import PackedBatch
 from cad_jax.sharding.packing import cut_documents
 from cad_jax.sources import Source
 from cad_jax.token_store import open_store
@@ -54,49 +53,65 @@ def file_documents(folder: Path) -> list[list[int]]:
     return [[*content, END] if content else [] for content in contents]
 
 
-def same(a: data.PackedBatch, b: data.PackedBatch) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+def same(a: PackedBatch, b: PackedBatch) -> bool:
+    """Equal in every field; arrays compare as lists, dtypes apart."""
+    return str([plain(x) for x in a]) == str([plain(x) for x in b])
+
+
+def plain(field):
+    return [plain(x) for x in field] if isinstance(field, tuple) else np.asarray(field).tolist()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "changes"),
+    ("tokens", "changes", "nano_batches"),
     [
-        (397, {}),
-        (61, {}),
-        (61, {"long_documents": "truncate"}),
-        (64, {"max_piece_tokens": 32, "window": 64}),
+        (397, {}, 1),
+        (61, {}, 1),
+        (61, {"long_documents": "truncate"}, 1),
+        (64, {"max_piece_tokens": 32, "window": 64}, 1),
+        (398, {}, 2),
+        (150, {}, 2),
+        (64, {"max_piece_tokens": 32, "window": 64}, 2),
     ],
 )
-def test_batches_hold_the_files_tokens(folder, tokens, changes):
+def test_batches_hold_the_files_tokens(folder, tokens, changes, nano_batches):
     documents = file_documents(folder)
-    batches = DocumentBatches(text_config(folder, **changes), tokens)
+    batches = DocumentBatches(text_config(folder, **changes), tokens, nano_batches)
     assert batches.store.tokens.dtype == np.uint16
     assert batches.max_document_tokens <= changes.get("max_piece_tokens", tokens)
     seen = []
     for batch in (next(batches) for _ in range(120)):
         ids, positions, targets, weights = [], [], [], []
         lost = 0
-        for document, start, length in zip(
-            batch.document_ids, batch.document_starts, batch.lengths, strict=True
-        ):
-            piece = documents[document][start : start + length]
-            assert len(piece) == length
-            seen.append((int(document), int(start), int(length)))
-            ids += piece
-            positions += range(length)
-            targets += piece[1:] + [0] * min(length, 1)
-            weights += [1.0] * (length - 1) + [0.0] * min(length, 1)
-            lost += length if start > 0 else 0
-        padding = [0] * (tokens - len(ids))
-        assert batch.ids.tolist() == ids + padding
-        assert batch.positions.tolist() == positions + padding
-        assert batch.targets.tolist() == targets + padding
-        assert batch.weights.tolist() == weights + padding
-        assert batch.padding_tokens == len(padding)
+        assert np.concatenate(batch.nano_lengths).tolist() == batch.lengths.tolist()
+        pieces = iter(zip(batch.document_ids, batch.document_starts, strict=True))
+        nano_tokens = tokens // len(batch.nano_lengths)
+        for nano_batch, lengths in enumerate(batch.nano_lengths):
+            for length in lengths:
+                document, start = next(pieces)
+                piece = documents[document][start : start + length]
+                assert len(piece) == length
+                seen.append((int(document), int(start), int(length)))
+                ids += piece
+                positions += range(length)
+                targets += piece[1:] + [0] * min(length, 1)
+                weights += [1.0] * (length - 1) + [0.0] * min(length, 1)
+                lost += length if start > 0 else 0
+            for rows in (ids, positions, targets, weights):
+                padding = (nano_batch + 1) * nano_tokens - len(rows)
+                assert padding >= 0
+                rows += [0] * padding
+        assert next(pieces, None) is None
+        assert len(ids) == nano_tokens * len(batch.nano_lengths) == batch.ids.size
+        assert (batch.ids.tolist(), batch.positions.tolist()) == (ids, positions)
+        assert (batch.targets.tolist(), batch.weights.tolist()) == (targets, weights)
+        assert batch.padding_tokens == tokens - batch.lengths.sum()
         assert batch.target_tokens == sum(weights)
         assert batch.context_lost_tokens == lost
         assert [batch.ids.dtype, batch.positions.dtype, batch.targets.dtype] == [np.int32] * 3
         assert (batch.weights.dtype, batch.lengths.dtype) == (np.float32, np.int64)
+        assert len(batch.nano_lengths) <= nano_batches
+        assert max(map(int, batch.lengths)) <= nano_tokens
     # Whole epochs: every token of every piece equally often, nothing twice before all once.
     statistics = batches.statistics()
     counts = Counter(seen)
@@ -119,26 +134,6 @@ def test_statistics_are_those_of_the_files(folder):
     assert statistics.context_lost_tokens == sum(n - 61 for n in lengths if n > 61)
 
 
-def test_targets_end_with_their_document():
-    ids = np.arange(1, 14, dtype=np.int32)
-    targets, weights = next_token_targets(ids, np.array([7, 3, 1]))
-    assert weights.tolist() == [1, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0]
-    assert targets.tolist() == [2, 3, 4, 5, 6, 7, 0, 9, 10, 0, 0, 0, 0]
-
-
-@settings(derandomize=True, max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 9))
-def test_targets_by_brute_force(lengths, padding):
-    tokens = sum(lengths) + padding
-    ids = np.arange(100, 100 + tokens, dtype=np.int32)
-    targets, weights = next_token_targets(ids, np.asarray(lengths, np.int64))
-    owner = [document for document, n in enumerate(lengths) for _ in range(n)]
-    owner += [-1] * (padding + 1)
-    for row in range(tokens):
-        has_target = owner[row] >= 0 and owner[row] == owner[row + 1]
-        assert (targets[row], weights[row]) == ((ids[row] + 1, 1) if has_target else (0, 0))
-
-
 def test_order_is_a_permutation_per_epoch_and_nothing_but_seed_epoch_index():
     order = data.piece_order(37, seed=5)
     first = [order[index] for index in range(37)]
@@ -151,15 +146,16 @@ def test_order_is_a_permutation_per_epoch_and_nothing_but_seed_epoch_index():
     assert [other[index] for index in range(37)] != first
 
 
-def test_resume_is_exact_at_every_point(folder):
+@pytest.mark.parametrize("nano_batches", [1, 2])
+def test_resume_is_exact_at_every_point(folder, nano_batches):
     config = text_config(folder)
-    stream = DocumentBatches(config, 150)
+    stream = DocumentBatches(config, 150, nano_batches)
     states, batches = [], []
     for _ in range(45):  # more than an epoch
         states.append(json.dumps(stream.state()))
         batches.append(next(stream))
     assert json.loads(states[-1])["epoch"] >= 1
-    fresh = DocumentBatches(config, 150)
+    fresh = DocumentBatches(config, 150, nano_batches)
     for at, state in enumerate(states):
         fresh.restore(json.loads(state))
         assert json.dumps(fresh.state()) == state
@@ -168,13 +164,53 @@ def test_resume_is_exact_at_every_point(folder):
     assert max(len(state) for state in states) < 500
 
 
-def test_sampling_lengths_does_not_move_the_stream(folder):
-    stream = DocumentBatches(text_config(folder), 150)
+@pytest.mark.parametrize("nano_batches", [1, 2])
+def test_sampling_lengths_does_not_move_the_stream(folder, nano_batches):
+    stream = DocumentBatches(text_config(folder), 150, nano_batches)
     moved = [next(stream) for _ in range(7)]
     before = stream.state()
-    samples = stream.sample_lengths(7)
+    samples, by_nano_batch = stream.sample_lengths(7), stream.sample_nano_lengths(7)
     assert stream.state() == before
     assert [sample.tolist() for sample in samples] == [b.lengths.tolist() for b in moved]
+    assert [plain(sample) for sample in by_nano_batch] == [plain(b.nano_lengths) for b in moved]
+
+
+def test_microbatches_are_divided_where_they_can_be(folder):
+    """Each piece longer than half of one takes an undivided microbatch, and nothing else does."""
+    stream = DocumentBatches(text_config(folder), 150, nano_batches=2)
+    lengths = stream.pieces.lengths
+    assert stream.tokens_per_nano_batch == 75
+    assert stream.undivided_microbatches == (lengths > 75).sum() > 0
+    assert DocumentBatches(text_config(folder), 150).undivided_microbatches == 0
+    drawn = []
+    for batch in (next(stream) for _ in range(400)):
+        long = int((batch.lengths > 75).sum())
+        drawn.append(long)
+        assert long == (len(batch.nano_lengths) == 1)
+    epochs = stream.state()["next_index"] / len(lengths)
+    assert abs(sum(drawn) - epochs * stream.undivided_microbatches) <= 5, (
+        "the window holds the rest"
+    )
+
+
+def test_division_is_part_of_the_order(folder):
+    """States written before microbatches could be divided belong to undivided ones."""
+    undivided, divided = (DocumentBatches(text_config(folder), 150, n) for n in (1, 2))
+    states = [stream.state() for stream in (undivided, divided)]
+    assert "nano_batches" not in states[0]["identity"]
+    with pytest.raises(
+        ValueError, match="written with nano_batches=1 and this run has 2: set it b"
+    ):
+        divided.restore(states[0])
+    with pytest.raises(
+        ValueError, match="written with nano_batches=2 and this run has 1: set it b"
+    ):
+        undivided.restore(states[1])
+    undivided.restore(states[0])
+    with pytest.raises(ValueError, match="must be even.*got 151: use an even number"):
+        DocumentBatches(text_config(folder), 151, nano_batches=2)
+    with pytest.raises(ValueError, match="nano_batches must be 1 .* got 3"):
+        DocumentBatches(text_config(folder), 150, nano_batches=3)
 
 
 def test_hosts_agree_however_many_they_are(folder):

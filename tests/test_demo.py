@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from cad_jax.data import DocumentBatches
-from cad_jax.launch import make_run_strategy
+from cad_jax.launch import make_run_strategies
 from cad_jax.recipes import stdlib_demo
 from cad_jax.sharding.tasks import TILE_ROWS
 
@@ -17,7 +17,7 @@ def test_every_step_of_the_demo_is_balanced(tmp_path) -> None:
     data = DocumentBatches(
         replace(config.data, cache_dir=str(tmp_path)), config.training.tokens_per_microbatch
     )
-    strategy = make_run_strategy(config, data)
+    strategy = make_run_strategies(config, data)[0]
     steps = data.sample_lengths(config.training.steps * config.training.microbatches)
     home, planned = [], []
     for lengths in steps:

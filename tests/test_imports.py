@@ -20,15 +20,34 @@ SOURCES = {
 DEVICE_PARTS = {f"cad_jax.sharding.{name}" for name in ("exchange", "mesh", "tables")}
 HOST_MODULES = {
     name for name in SOURCES if name.startswith("cad_jax.sharding.") and name not in DEVICE_PARTS
-} | {"cad_jax.plan_report"}
+} | {
+    "cad_jax.plan_report",
+    "cad_jax.attention.prepared",
+    "cad_jax.pipeline.schedule",
+    "cad_jax.pipeline.ticks",
+    "cad_jax.pipeline.prediction",
+}
 # From the bottom up; a module imports from its own layer or from below. The longest prefix counts.
 LAYERS = (
     ("cad_jax.sharding",),
+    (
+        "cad_jax.attention.prepared",
+        "cad_jax.pipeline.schedule",
+        "cad_jax.pipeline.ticks",
+        "cad_jax.pipeline.prediction",
+    ),
     ("cad_jax.sharding.exchange", "cad_jax.sharding.mesh", "cad_jax.sharding.tables"),
     ("cad_jax.attention.base", "cad_jax.attention.varlen", "cad_jax.attention.kernels"),
     ("cad_jax.attention",),
-    ("cad_jax.model_config", "cad_jax.parameters", "cad_jax.model", "cad_jax.hf"),
-    ("cad_jax.tokenizer", "cad_jax.sources", "cad_jax.token_store", "cad_jax.data"),
+    ("cad_jax.model_config", "cad_jax.parameters", "cad_jax.layer", "cad_jax.model", "cad_jax.hf"),
+    ("cad_jax.pipeline",),
+    (
+        "cad_jax.tokenizer",
+        "cad_jax.sources",
+        "cad_jax.token_store",
+        "cad_jax.packed_batch",
+        "cad_jax.data",
+    ),
     ("cad_jax.optimizer", "cad_jax.checkpoint", "cad_jax.metrics", "cad_jax.plan_report"),
     ("cad_jax.prefetch", "cad_jax.processes"),
     ("cad_jax.train_step", "cad_jax.feed"),

@@ -4,12 +4,14 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cad_jax import train_command
+from cad_jax import plan_command, train_command
 from cad_jax.__main__ import main
+from cad_jax.model_config import RopeScaling
 from cad_jax.recipes import RECIPES
 from cad_jax.train import NonFiniteLossError
 from cad_jax.train_command import parse
@@ -33,7 +35,7 @@ def test_help_explains_itself(capsys):
 
 def test_unknown_command(capsys):
     assert main(["simulat"]) == 2
-    assert "must be one of train, plan, got 'simulat'" in capsys.readouterr().err
+    assert "must be one of train, plan, compile, got 'simulat'" in capsys.readouterr().err
 
 
 def test_train_help_lists_recipes_and_options(capsys):
@@ -48,6 +50,8 @@ def test_train_help_lists_recipes_and_options(capsys):
     for option in ("--resume", "--attention", "--steps", "--mesh.dp", "--folder", "--processes"):
         assert option in text
     assert "{cad,home,all_gather,ring,native,native_dense}" in text
+    assert "--model.rope-scaling.factor {None}|FLOAT" in text
+    assert "Sizes of a Llama 2 or 3." in text
 
 
 def test_overrides_reach_the_configuration():
@@ -70,6 +74,27 @@ def test_overrides_reach_the_configuration():
     assert parse(["debug_cpu8"]).config == RECIPES["debug_cpu8"]()
 
 
+def test_rope_scaling_is_set_by_its_factor(monkeypatch):
+    def scaling(*options: str) -> RopeScaling | None:
+        return parse(["debug_cpu8", *options]).config.model.rope_scaling
+
+    assert scaling() is None
+    assert scaling("--model.rope-scaling.factor", "8") == RopeScaling()
+    assert scaling(
+        *("--model.rope-scaling.factor", "4", "--model.rope-scaling.low-freq-factor", "2"),
+        *("--model.rope-scaling.high-freq-factor", "3"),
+        *("--model.rope-scaling.original-context-tokens", "99"),
+    ) == RopeScaling(4.0, 2.0, 3.0, 99)
+    config = RECIPES["debug_cpu8"]()
+    scaled = replace(
+        config, model=replace(config.model, rope_scaling=RopeScaling(4.0, 2.0, 3.0, 9))
+    )
+    monkeypatch.setitem(RECIPES, "debug_cpu8", lambda: scaled)
+    assert parse(["debug_cpu8"]).config == scaled
+    assert scaling("--model.rope-scaling.factor", "5") == RopeScaling(5.0, 2.0, 3.0, 9)
+    assert scaling("--model.rope-scaling.factor", "None") is None
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -78,6 +103,11 @@ def test_overrides_reach_the_configuration():
         ("debug_cpu8 --mesh.dp 0", "must be at least 1"),
         ("debug_cpu8 --steps many", "many"),
         ("debug_cpu8 --processes 2", "--coordinator"),
+        ("debug_cpu8 --model.rope-scaling.factor 0.5", "factor (=0.5) must be at least 1"),
+        (
+            "debug_cpu8 --model.rope-scaling.low-freq-factor 2",
+            "low_freq_factor (=2.0) needs a factor to scale by; add --model.rope-scaling.factor",
+        ),
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments, words, capsys):
@@ -121,6 +151,26 @@ def test_plan_writes_its_json(tmp_path, capsys):
     lengths.write_text("900\nmany\n")
     assert main(arguments.split()) == 2
     assert "line 2" in capsys.readouterr().err
+
+
+def test_sizes_nobody_has_are_one_message(tmp_path, monkeypatch, capsys):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("900\n")
+    arguments = f"plan --lengths {lengths} --tokens-per-server 64 --servers"
+    for servers in ("1000000", str(10**20)):
+        assert main([*arguments.split(), servers]) == 2
+        captured = capsys.readouterr().err
+        assert captured.startswith("cad-jax plan: ") and captured.count("\n") == 1
+        assert "plan fewer" in captured
+
+    def exhausted(args):
+        raise MemoryError("Unable to allocate 3 GiB")
+
+    monkeypatch.setattr(plan_command, "run", exhausted)
+    assert main([*arguments.split(), "4"]) == 2
+    assert "memory does not hold a plan of 4 servers (Unable to allocate 3 GiB): plan fewer" in (
+        capsys.readouterr().err
+    )
 
 
 def test_process_makes_its_devices_and_refuses_in_one_line(tmp_path):

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from cad_jax import model as model_module
-from cad_jax.model import Layer, Llama, RopeScaling, project, rotate
+from cad_jax.layer import Layer, project, rotate
+from cad_jax.model import Llama, RopeScaling
 from cad_jax.parameters import Parallelism, describe, init, shardings
 from tests import llama_oracle
 from tests.llama_cases import (
@@ -252,7 +253,8 @@ def test_sizes_that_break_a_rule(changes, words):
             r"num_kv_heads \(=3\) and tp \(=2\).*tp=1",
         ),
         (dict(ffn_dim=50), Parallelism(tp=4), r"ffn_dim \(=50\) .* tp \(=4\).*ffn_dim=52"),
-        ({}, Parallelism(pp=5), r"vocabulary \(=384.*5 x 1\).*vocab_multiple=640"),
+        (dict(num_layers=3), Parallelism(pp=2), r"num_layers \(=3\).*pp \(=2\).*num_layers=4"),
+        (dict(num_layers=5), Parallelism(pp=5), r"vocabulary \(=384.*5 x 1\).*vocab_multiple=640"),
     ],
 )
 def test_meshes_over_which_the_model_does_not_split(changes, parallelism, words):

@@ -1,11 +1,23 @@
 import json
+import math
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 from rich.console import Console
 
-from cad_jax.plan_report import PlanArgs, first_tokens, read_lengths, run
+from cad_jax import metrics, plan_report
+from cad_jax.plan_report import (
+    PlanArgs,
+    available_bytes,
+    first_tokens,
+    planning_bytes,
+    read_lengths,
+    run,
+)
 
 FIELDS = {
     "servers", "tokens_per_server", "tolerance", "documents", "tasks", "max_over_mean",
@@ -64,6 +76,7 @@ def test_the_last_document_is_cut_and_a_short_file_leaves_padding():
         ("3\n\n-4\n", "line 3: .* got '-4'"),
         ("1.5\n", "line 1: .* got '1.5'"),
         ("99999999999\n", "line 1: .* from 0 to 2147483647"),
+        (f"7\n{'9' * 5000}\n", "line 2: .* got '9{40}'"),
         ("٣\n", "line 1"),
         ("\n \n", "holds no document lengths: put one whole number"),
     ],
@@ -81,12 +94,83 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         ({"model": "gpt"}, "model must be one of llama2-7b, .* got 'gpt'"),
         ({"servers": 0}, "servers must be at least 1, got 0"),
         ({"tolerance": -1.0}, "tolerance must be at least 0, got -1.0"),
+        ({"tolerance": math.inf}, "tolerance must be a finite number, got inf: 0.05 is usual"),
+        ({"tokens_per_server": 10**20}, rf"at most {2**31} tokens, got 2 x 10+ = 20+: plan fewer"),
+        ({"servers": 2**26}, rf"at most {2**31} tokens, got {2**26} x 64 = {2**32}: plan fewer"),
+        ({"servers": 10**6}, "1000000 servers may take .* GiB, .*: plan fewer servers"),
         ({"plot": tmp_path / "no" / "x.png"}, "make the folder .*no first"),
     ):
         values = dict(servers=2, tokens_per_server=64, json=tmp_path / "plan.json") | options
         with pytest.raises(ValueError, match=message):
             run(PlanArgs(lengths, **values), Console(quiet=True))  # type: ignore[arg-type]
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_more_servers_than_memory_holds_are_refused(tmp_path, monkeypatch):
+    lengths = write(tmp_path / "lengths.txt", "100\n200\n")
+    args = PlanArgs(lengths, servers=100, tokens_per_server=64)
+    monkeypatch.setattr(plan_report, "available_bytes", lambda: 2.0 * 2**20)
+    with pytest.raises(ValueError, match=r"free \(0.0 GiB\), and 2 documents over 100 servers"):
+        run(args, Console(quiet=True))
+    monkeypatch.setattr(plan_report, "available_bytes", lambda: 4.0 * 2**20)
+    run(args, Console(quiet=True))
+    monkeypatch.undo()
+    assert 2**20 < available_bytes() <= math.inf
+
+
+def test_planning_stays_below_the_memory_it_is_refused_for(tmp_path):
+    """One document over all servers, the most that planning was seen to take."""
+    servers = 300
+    lengths = write(tmp_path / "lengths.txt", f"{servers * 4096}\n")
+    run(PlanArgs(lengths, 4, 4096), Console(quiet=True))  # loads what is loaded once
+    tracemalloc.start()
+    try:
+        run(PlanArgs(lengths, servers, 4096), Console(quiet=True))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.5 < peak_bytes / planning_bytes(servers, documents=1) < 1.0
+
+
+def test_plots_of_large_pools_stay_in_bounds(tmp_path):
+    """At the same width for each server this would be 16,000 pixels wide."""
+    lengths = write(tmp_path / "lengths.txt", "100\n" * 50)
+    plot_path = tmp_path / "plan.png"
+    run(PlanArgs(lengths, servers=600, tokens_per_server=8, plot=plot_path), Console(quiet=True))
+    with Image.open(plot_path) as image:
+        assert image.width <= 4000
+
+
+def legend_and_bars(figure):
+    """The legend's box and those of all bars, in pixels."""
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    renderer = figure._get_renderer()
+    return legend.get_window_extent(renderer), [
+        patch.get_window_extent(renderer) for axes in figure.axes for patch in axes.patches
+    ]
+
+
+def test_legends_lie_beside_all_bars(tmp_path, monkeypatch):
+    figures = []
+
+    class Kept(Figure):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            figures.append(self)
+
+    monkeypatch.setattr(plan_report, "Figure", Kept)
+    monkeypatch.setattr(metrics, "Figure", Kept)
+    lengths = write(tmp_path / "lengths.txt", "4000\n" + "7\n" * 12)
+    plot_path = tmp_path / "plan.png"
+    run(PlanArgs(lengths, 8, 512, plot=plot_path), Console(quiet=True))
+    pairs = np.arange(1, 9)
+    metrics.plot_plan(tmp_path / "plan_2.png", 3, pairs[::-1], np.full(8, pairs.mean()))
+    assert len(figures) == 2
+    for figure in figures:
+        legend, bars = legend_and_bars(figure)
+        assert len(bars) == 16
+        assert not any(legend.overlaps(bar) for bar in bars)
 
 
 def test_plot_needs_a_png_name():

@@ -1,12 +1,20 @@
 """What a run folder keeps when a run is started again."""
 
 import json
+import re
+from io import StringIO
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
-from cad_jax.metrics import FIELDS, MetricsLog, read_metrics
+from cad_jax.metrics import FIELDS, MetricsLog, Reporter, read_metrics
 from cad_jax.processes import ProcessConfig, start_devices
 from cad_jax.run_folder import CHECKPOINTS, check_nothing_lost
+from cad_jax.sharding.mesh import make_mesh
+from cad_jax.train import Loop, StopRequest
+from tests.tiny_runs import tiny_config
 
 
 def written_steps(path) -> list[int]:
@@ -52,3 +60,42 @@ def test_absent_platform_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("jax.config.update", lambda name, value: None)
     with pytest.raises(ValueError, match=r"platform \(='cuda'\).*--mesh.platform cpu"):
         start_devices(ProcessConfig(), 8, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        (20, "all 20 steps are done"),
+        (
+            7,
+            r"at step 20 already, training.steps \(=7\) asks for fewer: nothing was trained; add "
+            "--steps with more than 20 to go on",
+        ),
+    ],
+)
+def test_a_finished_run_says_where_it_is(tmp_path, steps, reason) -> None:
+    """Resumed at step 20, with nothing left to do: no step is fed, run or saved."""
+    loop = Loop(
+        config=tiny_config(tmp_path, "*.txt", steps=steps),
+        mesh=make_mesh(dp=4, tp=2),
+        train_step=cast(Any, None),
+        state=cast(Any, "as restored"),
+        step=20,
+        data_state={},
+        prefetcher=cast(Any, None),
+        checkpointer=cast(Any, SimpleNamespace(wait=lambda: None)),
+        metrics=None,
+        reporter=cast(Any, None),
+    )
+    outcome = loop.run(StopRequest())
+    assert (outcome.step, outcome.state) == (20, "as restored")
+    assert re.search(reason, outcome.reason), outcome.reason
+
+
+def test_progress_never_passes_its_end() -> None:
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    reporter = Reporter(7, console)
+    reporter.start(20)
+    reporter.stop()
+    assert "20/20" in screen.getvalue() and "20/7" not in screen.getvalue()

@@ -254,7 +254,7 @@ def test_refusals_before_launch(whole_run, tmp_path, monkeypatch):
         )
         refuses(
             with_changes(fresh, training={"tokens_per_microbatch": 510}),
-            r"tokens_per_microbatch \(=510\) must be divisible by mesh.pp x mesh.dp \(=4\).*use 512",
+            r"tokens_per_microbatch \(=510\) must be divisible by mesh.dp .*\(=4 x 1 x 1\).*use 512",
         )
         refuses(
             with_changes(fresh, mesh={"dp": 1, "tp": 8}),

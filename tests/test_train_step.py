@@ -12,7 +12,7 @@ from cad_jax import model as model_module
 from cad_jax.attention.strategies import STRATEGIES, make_strategy
 from cad_jax.optimizer import OptimizerConfig
 from cad_jax.sharding.mesh import MESH_AXES
-from cad_jax.train_step import Batch, TrainStep, stack_microbatches
+from cad_jax.train_step import Batch, TrainStep, stack, stack_microbatches
 from tests import llama_oracle
 from tests.llama_cases import (
     GatherEverything,
@@ -38,8 +38,17 @@ def documents_by_rank(documents, servers):
     return documents.reshape(documents.shape[0], servers, -1)
 
 
-def run(function, step, params, batch, arrays):
-    batch, arrays = jax.device_put((batch, arrays), step.batch_sharding)
+def in_nano_batches(tree, nano_batches=1):
+    """[M N, ...] -> [M, N, ...]."""
+    return jax.tree.map(
+        lambda a: a.reshape(len(a) // nano_batches, nano_batches, *a.shape[1:]), tree
+    )
+
+
+def run(function, step, params, batch, arrays, nano_batches=1):
+    """Batch [M N, R] and plan arrays [M N, S, ...] through the step."""
+    batch = jax.device_put(in_nano_batches(batch, nano_batches), step.batch_sharding)
+    arrays = jax.device_put(in_nano_batches(arrays, nano_batches), step.arrays_sharding)
     params = jax.device_put(params, step.state_shardings.params)
     return jax.block_until_ready(function(params, batch, arrays))
 
@@ -71,7 +80,7 @@ def masked(batch, kind):
         ((1, 8, 1), 2, ("all", "one valid token", "one rank empty", "random"), {}),
         ((1, 4, 2), 1, ("all", "one rank empty"), dict(tied_embeddings=True, vocab_size=60)),
         ((1, 2, 4), 2, ("one valid token", "random"), {}),  # one key head on two devices
-        ((2, 2, 2), 1, ("one valid token", "one rank empty"), {}),
+        ((1, 2, 2), 1, ("one valid token", "one rank empty"), {}),
         ((1, 3, 2), 1, ("all",), {}),  # E does not divide by dp: weights whole on every rank
         ("native", 1, ("all", "one valid token"), {}),
     ],
@@ -92,7 +101,7 @@ def test_loss_and_gradients_equal_one_device(shape, microbatches, kinds, changes
 
 
 @pytest.mark.parametrize(
-    ("shape", "strategy"), [((2, 2, 2), GatherEverything()), ((1, 2, 2), LeaveToPartitioner())]
+    ("shape", "strategy"), [((1, 4, 2), GatherEverything()), ((1, 2, 2), LeaveToPartitioner())]
 )
 def test_bfloat16_stays_near(shape, strategy):
     config = tiny_config(dtype="bfloat16")
@@ -111,7 +120,7 @@ def test_bfloat16_stays_near(shape, strategy):
     [
         ("cad", (1, 8, 1), "xla", dict(transport="direct")),
         ("cad", (1, 4, 2), "reference", dict(transport="relay")),
-        ("cad", (2, 2, 2), "reference", dict(transport="direct")),
+        ("cad", (1, 2, 4), "reference", dict(transport="direct")),
         ("home", (1, 2, 4), "reference", {}),
         ("all_gather", (1, 4, 2), "reference", {}),
         ("ring", (1, 4, 1), "reference", {}),
@@ -134,10 +143,10 @@ def test_every_strategy_gives_the_same_loss_and_gradients(name, shape, kernel, o
     lengths = [[400, 3, 0, 130, 60], [640]]
     batch, documents = make_batch(lengths, tokens, config.vocab_size)
     prepared = [strategy.prepare(np.asarray(n, np.int64)) for n in lengths]
-    rows = [Batch(*(field[m] for field in batch)) for m in range(2)]
-    placed, arrays = stack_microbatches(
-        rows, [p.order for p in prepared], [p.arrays for p in prepared]
-    )
+    rows = [[Batch(*(field[m] for field in batch))] for m in range(2)]
+    placed = stack_microbatches(rows, [[p.order] for p in prepared])
+    arrays = stack([[p.arrays] for p in prepared])
+    placed, arrays = jax.tree.map(lambda a: a[:, 0], (placed, arrays))
     step = make_step(shape, config, strategy)
     params = random_params(step.description)
     expected = llama_oracle.loss_and_gradients(params, config, batch, documents)
@@ -186,7 +195,11 @@ def test_two_updates_equal_textbook_adamw():
         loss, gradient = llama_oracle.loss_and_gradients(expected, config, batch, documents)
         losses.append(loss)
         gradients.append(gradient)
-        placed = jax.device_put((batch, documents_by_rank(documents, 4)), step.batch_sharding)
+        arrays = in_nano_batches(documents_by_rank(documents, 4))
+        placed = (
+            jax.device_put(in_nano_batches(batch), step.batch_sharding),
+            jax.device_put(arrays, step.arrays_sharding),
+        )
         before = state
         state, own = jax.block_until_ready(step.step(state, *placed))
         metrics.append(jax.tree.map(float, own))
@@ -238,7 +251,7 @@ def test_a_mesh_with_other_axes_is_refused():
 def test_weights_travel_in_bfloat16_and_gradients_in_float32():
     config = tiny_config(dtype="bfloat16", num_layers=1)
     step = make_step((1, 8, 1), config)
-    lowered = step.trace(1, TOKENS, np.zeros((1, 8, TOKENS // 8), np.int32)).lower()
+    lowered = step.trace(1, TOKENS, np.zeros((1, 1, 8, TOKENS // 8), np.int32)).lower()
     text = lowered.as_text()
     shapes = r"\(tensor<(\d+x\d+x[bf]+\d+)>\) -> tensor<\d+x\d+x[bf]+\d+>"
     gathered = re.findall(r"stablehlo\.all_gather[^\n]*: " + shapes, text)
@@ -269,7 +282,7 @@ def test_a_mesh_that_is_not_here_can_be_traced():
     )
     mesh = AbstractMesh((1, 16, 8), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     step = TrainStep(config, mesh, GatherEverything(), OptimizerConfig())
-    traced = step.trace(2, 16 * 1024, np.zeros((2, 16, 1024), np.int32))
+    traced = step.trace(2, 16 * 1024, np.zeros((2, 1, 16, 1024), np.int32))
     state, metrics = traced.out_info
     assert metrics["loss"].shape == () and metrics["loss"].dtype == np.float32
     assert config.num_parameters == 8_030_261_248
@@ -295,7 +308,7 @@ def test_the_backward_pass_repeats_no_exchange_unless_asked(remat, exchanges):
         kernel="reference",
     )
     step = make_step((1, 8, 1), config, strategy, remat=remat)
-    arrays = jax.tree.map(lambda a: a[None], strategy.prepare(tokens).arrays)
+    arrays = jax.tree.map(lambda a: a[None, None], strategy.prepare(tokens).arrays)
     text = step.trace(1, 128, arrays).lower().as_text()
     # Dispatch and combine, forward and backward, in the one body of the loop over layers.
     assert text.count('"stablehlo.all_to_all"') == exchanges

@@ -41,7 +41,7 @@ def _exchange(phase, settings: Settings, *operands):
 
 
 def _run(phase, axis_names, *operands, skip_empty: bool):
-    return phase(*operands, axis_names, skip_empty=skip_empty)
+    return exchange.complete(phase(*operands, axis_names, skip_empty=skip_empty))
 
 
 def dispatch(settings: Settings, q, k, v, tables: Tables):

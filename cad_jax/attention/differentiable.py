@@ -18,10 +18,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 
 class Settings(NamedTuple):
-    """What is static about a call: the mesh axes that share the work and the kernel's name."""
+    """What is static about a call: the mesh axes that share the work, the kernel's name, and the
+    axis over which heads are split inside attention while tokens are outside (None: heads are split
+    everywhere, or nowhere)."""
 
     axis_names: tuple[str, ...]
     kernel: str = "auto"
+    head_axis: str | None = None
 
 
 class Way(NamedTuple):

@@ -111,7 +111,7 @@ def cut(way, start, stop, want, room, rows, resident, q_units, kv_units):
     queries * (1 + 1 / b): the least units it can take.
     """
     if way == 1:
-        reach = stop_for(start, want)
+        reach = max(stop_for(start, want), start + 1)  # one row at least
         high = up(reach)
         if high >= stop or prefix_pairs(start, high) > room or high - start > rows:
             high = down(min(reach, start + rows))
@@ -126,7 +126,7 @@ def cut(way, start, stop, want, room, rows, resident, q_units, kv_units):
             return 0, 0
     if high <= start:
         return 0, 0
-    reach = start_for(high, want)
+    reach = min(start_for(high, want), high - 1)  # one row at least
     low = max(start, down(reach))
     if prefix_pairs(low, high) > room or high - low > rows:
         low = max(start, up(max(reach, high - rows)))

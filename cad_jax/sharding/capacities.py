@@ -29,7 +29,9 @@ def home_capacities(
     """The floor: capacities that hold the home plan of any documents up to the longest.
 
     A home computes its T rows; the keys before them come from the ranks its first document began
-    on, at most min(longest, (S - 1) T) of them. No output travels.
+    on, at most min(longest, (S - 1) T) of them. No output travels. Documents lie end to end, or so
+    within each of several stages of whole ranks (`tasks.stage_documents`), whose tokens then bound
+    the longest: more gaps within one rank would take more runs.
     """
     longest = _longest(servers, tokens_per_server, max_document_tokens)
     tokens = tokens_per_server

@@ -170,9 +170,14 @@ class TravellingRows(NamedTuple):
 
 
 def travelling_rows(
-    lengths: np.ndarray, tasks: np.ndarray, servers: int, tokens_per_server: int
+    lengths: np.ndarray,
+    tasks: np.ndarray,
+    servers: int,
+    tokens_per_server: int,
+    starts: np.ndarray | None = None,
 ) -> TravellingRows:
-    """Rows in and out of each server for tasks in any order."""
+    """Rows in and out of each server for tasks in any order; documents end to end by default."""
+    starts = document_starts(lengths) if starts is None else starts
     document, home, server = tasks[:, DOCUMENT], tasks[:, HOME], tasks[:, SERVER]
     query_in, key_in, key_out = np.zeros((3, servers), np.int64)
     moved = np.where(home != server, tasks[:, Q_STOP] - tasks[:, Q_START], 0)
@@ -192,7 +197,7 @@ def travelling_rows(
     fresh[same] = np.maximum(start[same], reach[same - 1])
     kept = fresh < stop
     server = server[kept]
-    base = document_starts(lengths)[document[kept]]
+    base = starts[document[kept]]
     first, last = base + fresh[kept], base + stop[kept]
     pieces = (last - 1) // tokens_per_server - first // tokens_per_server + 1
     nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -15,8 +15,12 @@ from cad_jax.sharding.tasks import (
 )
 
 
-def check_lengths(lengths: np.ndarray, servers: int, tokens_per_server: int) -> None:
-    """Lengths are whole numbers from 0, and fit the pool together."""
+def check_lengths(
+    lengths: np.ndarray, servers: int, tokens_per_server: int, starts: np.ndarray | None = None
+) -> None:
+    """Lengths are whole numbers from 0, and fit the pool together; from `starts` (end to end by
+    default) they follow one another within the pool.
+    """
     negative = np.flatnonzero(lengths < 0)
     if len(negative):
         at = int(negative[0])
@@ -31,13 +35,44 @@ def check_lengths(lengths: np.ndarray, servers: int, tokens_per_server: int) -> 
             f"{room} tokens, got {total}: plan fewer documents, or raise tokens_per_server to "
             f"{-(-total // servers)}"
         )
+    if starts is not None:
+        _check_starts(lengths, starts, room)
+
+
+def _check_starts(lengths: np.ndarray, starts: np.ndarray, room: int) -> None:
+    if starts.shape != lengths.shape:
+        raise ValueError(
+            f"there must be one start per document, got {len(starts)} starts for {len(lengths)} "
+            "documents: give each document's first token, or leave starts out"
+        )
+    free = np.append(0, starts + lengths)  # the first token after the document before
+    early = np.flatnonzero(starts < free[:-1])
+    if len(early):
+        at = int(early[0])
+        after = (
+            f"document {at - 1} ends at token {free[at]}" if at else "the pool begins at token 0"
+        )
+        raise ValueError(
+            f"documents must not overlap and must come in token order, got document {at} from token "
+            f"{starts[at]} where {after}: move it behind, or sort documents by their starts"
+        )
+    if free[-1] > room:
+        raise ValueError(
+            f"documents must end within the pool's {room} tokens, got document {len(starts) - 1} in "
+            f"tokens [{starts[-1]}, {free[-1]}): start it earlier"
+        )
 
 
 def check_tasks(
-    lengths: np.ndarray, tasks: np.ndarray, servers: int, tokens_per_server: int
+    lengths: np.ndarray,
+    tasks: np.ndarray,
+    servers: int,
+    tokens_per_server: int,
+    starts: np.ndarray | None = None,
 ) -> None:
     """Each task by itself: ranges within its document, at its home; no query row twice a server."""
     tasks = sort_tasks(tasks)
+    starts = document_starts(lengths) if starts is None else starts
     document, q_start, q_stop, k_start, k_stop, home, server = tasks.T
 
     def refuse(bad: np.ndarray, rule: str) -> None:
@@ -63,7 +98,7 @@ def check_tasks(
         (k_start < 0) | (k_start >= k_stop) | (k_stop > q_stop),
         "keys must be a non-empty range that ends by q_stop (later keys are never attended)",
     )
-    start = document_starts(lengths)[document]
+    start = starts[document]
     refuse(
         ((start + q_start) // tokens_per_server != home)
         | ((start + q_stop - 1) // tokens_per_server != home),

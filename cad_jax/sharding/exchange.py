@@ -1,18 +1,20 @@
 """The exchange on the device: rows from their homes to the servers' buffers and back. Called inside
 shard_map on one rank's arrays, without a pool dim.
 
-Four phases, each a plain function: `dispatch_fwd` (q, k, v out), `combine_fwd` (out, lse home),
-`dispatch_bwd` (q, k, v, lse, d_out, delta out), `combine_bwd` (dq, dk, dv home). Rows travel as
-UNITS of g heads in an unsigned integer carrier of the element's width; float32 scalars (lse, delta:
-one per head) ride behind their unit as bit patterns, because a float carrier may quiet the bit
-patterns of signalling NaNs. Every move is a gather by index, outward and, through inverse indices,
-back; copies of one unit are summed in float32 in a fixed order. A relay's sum takes its last hop in
-the gradients' own dtype. Slack rows of every buffer are exactly zero, whatever their sources hold.
+Four phases: `dispatch_fwd` (q, k, v out), `combine_fwd` (out, lse home), `dispatch_bwd` (q, k, v,
+lse, d_out, delta out), `combine_bwd` (dq, dk, dv home). Each is a generator that stops after every
+collective with what was received and goes on with what it is sent back: the caller may tie that to
+compute in between, or run straight through (`complete`). Rows travel as UNITS of g heads in an
+unsigned integer carrier of the element's width; float32 scalars (lse, delta: one per head) ride
+behind their unit as bit patterns, because a float carrier may quiet the bit patterns of signalling
+NaNs. Every move is a gather by index, outward and, through inverse indices, back; copies of one
+unit are summed in float32 in a fixed order. A relay's sum takes its last hop in the gradients' own
+dtype. Slack rows of every buffer are exactly zero, whatever their sources hold.
 
 A transport is the number and kind of hops in the arrays (`routing.TRANSPORTS` makes them);
 `all_to_all_rows` is the one place where data crosses between ranks. Phases take `skip_empty`: leave
 the collectives out at run time where nothing travels (cheap on CPU; on GPU a conditional costs a
-host round trip).
+host round trip); such a phase runs straight through.
 
 Shape letters: T tokens (rows) of a rank, H query heads, K key/value heads, D head dim, g heads of a
 unit, S servers, C units per pair, CQ and CK rows of the query and key buffer, M partial outputs, n
@@ -20,7 +22,7 @@ units, W carrier lanes of a unit with its scalars.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,18 @@ _CARRIERS = {2: jnp.uint16, 4: jnp.uint32}
 # Units at hand, lane by lane: columns side by side (data, bit patterns of scalars), each of sources
 # end to end.
 type Columns = Sequence[tuple[jax.Array, ...]]
+# A phase under way: yields what each collective brought, takes it back, returns its result.
+type Hops[R] = Generator[jax.Array, jax.Array, R]
+
+
+def complete[R](hops: Hops[R]) -> R:
+    """A phase run straight through: its result."""
+    try:
+        received = next(hops)
+        while True:
+            received = hops.send(received)
+    except StopIteration as end:
+        return end.value
 
 
 def all_to_all_rows(send: jax.Array, axis_names: tuple[str, ...]) -> jax.Array:
@@ -55,14 +69,15 @@ def all_to_all_rows(send: jax.Array, axis_names: tuple[str, ...]) -> jax.Array:
 def dispatch_fwd(
     q: jax.Array, k: jax.Array, v: jax.Array, tables: Tables, axis_names: tuple[str, ...],
     *, skip_empty: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> Hops[tuple[jax.Array, jax.Array, jax.Array]]:  # fmt: skip
     """q [T, H, D], k and v [T, K, D] at home -> the server's q [CQ, H, D], k and v [CK, K, D], same
     dtype.
     """
     lanes = _lanes(q, k, v)
     q_units, kv_units = _to_units(q, lanes), _to_units(jnp.concatenate([k, v], axis=1), lanes)
-    (received,) = _where_anything_travels(
-        lambda: _send([([(q_units, kv_units)], tables.dispatch)], axis_names), tables, skip_empty
+    streams = [([(q_units, kv_units)], tables.dispatch)]
+    (received,) = yield from _where_anything_travels(
+        lambda: _send(streams, axis_names, "dispatch_fwd"), tables, skip_empty
     )
     query = _take((q_units, received), tables.query)
     return (
@@ -74,7 +89,7 @@ def dispatch_fwd(
 def combine_fwd(
     out: jax.Array, lse: jax.Array, tables: Tables, axis_names: tuple[str, ...],
     *, skip_empty: bool = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> Hops[tuple[jax.Array, jax.Array]]:  # fmt: skip
     """The server's out [CQ, H, D] and lse float32 [CQ, H] -> the home's partial outputs [M, T, H,
     D] and lse float32 [M, T, H]; a partial that no server computed has out 0 and lse -inf.
     """
@@ -85,8 +100,10 @@ def combine_fwd(
     units = _to_units(out, lanes)
     bits = _to_bits(lse, units)
     columns = [(units,), (bits,)]
-    returned = _where_anything_travels(
-        lambda: _send_back(columns, tables.output_back, tables.output, axis_names, out.dtype),
+    returned = yield from _where_anything_travels(
+        lambda: _send_back(
+            columns, tables.output_back, tables.output, axis_names, out.dtype, "combine_fwd"
+        ),
         tables, skip_empty,
     )  # fmt: skip
     merge = tables.merge.reshape(-1)
@@ -100,7 +117,7 @@ def combine_fwd(
 def dispatch_bwd(
     q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array, d_out: jax.Array, delta: jax.Array,
     tables: Tables, axis_names: tuple[str, ...], *, skip_empty: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> Hops[tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]]:  # fmt: skip
     """q, d_out [T, H, D], k, v [T, K, D], lse and delta float32 [T, H] at home -> the server's q
     [CQ, H, D], k, v [CK, K, D], lse [CQ, H], d_out [CQ, H, D], delta [CQ, H]. One collective per
     hop carries both families.
@@ -114,8 +131,8 @@ def dispatch_bwd(
         ([(q_units, kv_units), (lse_bits, no_bits)], tables.dispatch),
         ([(d_units,), (delta_bits,)], tables.output),
     ]
-    received, received_out = _where_anything_travels(
-        lambda: _send(streams, axis_names), tables, skip_empty
+    received, received_out = yield from _where_anything_travels(
+        lambda: _send(streams, axis_names, "dispatch_bwd"), tables, skip_empty
     )
 
     def unpack(own, own_bits, received, index):
@@ -133,15 +150,17 @@ def dispatch_bwd(
 def combine_bwd(
     dq: jax.Array, dk: jax.Array, dv: jax.Array, tables: Tables, axis_names: tuple[str, ...],
     *, skip_empty: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> Hops[tuple[jax.Array, jax.Array, jax.Array]]:  # fmt: skip
     """The server's dq [CQ, H, D], dk and dv [CK, K, D] -> the home's dq [T, H, D], dk and dv [T, K,
     D]: own and received parts summed in float32, cast once.
     """
     lanes = _lanes(dq, dk, dv)
     dq_units, dkv_units = _to_units(dq, lanes), _to_units(jnp.concatenate([dk, dv], axis=1), lanes)
     columns, (first, *_) = [(dq_units, dkv_units)], tables.dispatch
-    arrived = _where_anything_travels(
-        lambda: _send_back(columns, tables.received_back, tables.dispatch, axis_names, dq.dtype),
+    arrived = yield from _where_anything_travels(
+        lambda: _send_back(
+            columns, tables.received_back, tables.dispatch, axis_names, dq.dtype, "combine_bwd"
+        ),
         tables, skip_empty,
     )  # fmt: skip
     arrived = lax.bitcast_convert_type(arrived, dq.dtype)
@@ -176,12 +195,17 @@ def sum_back(received: jax.Array, back: jax.Array | Copies) -> jax.Array:
     return _take((total,), jnp.where(back.place < ranked, back.place, -1))
 
 
-def _where_anything_travels(travel, tables: Tables, skip_empty: bool):
-    """travel(), or zeros of its shapes where the plan moves nothing (the same answer on all ranks)
-    and `skip_empty` asks for it.
+def _where_anything_travels[R](
+    hops: Callable[[], Hops[R]], tables: Tables, skip_empty: bool
+) -> Hops[R]:
+    """hops(); with `skip_empty` run straight through, or zeros of its shapes where the plan moves
+    nothing (the same answer on all ranks).
     """
     if not skip_empty:
-        return travel()
+        return (yield from hops())
+
+    def travel():
+        return complete(hops())
 
     def stay():
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(travel))
@@ -190,8 +214,8 @@ def _where_anything_travels(travel, tables: Tables, skip_empty: bool):
 
 
 def _send(
-    streams: Sequence[tuple[Columns, tuple[HopTable, ...]]], axis_names: tuple[str, ...]
-) -> list[jax.Array]:
+    streams: Sequence[tuple[Columns, tuple[HopTable, ...]]], axis_names: tuple[str, ...], name: str
+) -> Hops[list[jax.Array]]:
     """Units of each stream (columns, hops), all of one width W, through their hops: the units
     received, [S*C, W] each. One collective per hop.
     """
@@ -202,7 +226,9 @@ def _send(
             _gather(columns, send.reshape(-1)) for columns, send in zip(at_hand, sends, strict=True)
         ]
         blocks = [x.reshape(*send.shape, x.shape[1]) for x, send in zip(units, sends, strict=True)]
-        received = all_to_all_rows(jnp.concatenate(blocks, axis=1)[:, None], axis_names)[:, 0]
+        with jax.named_scope(f"exchange/{name}/hop{number + 1}"):
+            received = all_to_all_rows(jnp.concatenate(blocks, axis=1)[:, None], axis_names)[:, 0]
+        received = yield received
         at_hand, start = [], 0
         for send in sends:
             stop = start + send.shape[1]
@@ -213,15 +239,17 @@ def _send(
 
 def _send_back(
     columns: Columns, index: jax.Array, hops: tuple[HopTable, ...],
-    axis_names: tuple[str, ...], dtype: jnp.dtype,
-) -> jax.Array:  # fmt: skip
+    axis_names: tuple[str, ...], dtype: jnp.dtype, name: str,
+) -> Hops[jax.Array]:  # fmt: skip
     """The way back: units `index` of the columns in the slots they arrived in -> what the first
     hop's send slots get back, [S*C, W]. Ranks on the way sum copies.
     """
     units = _gather(columns, index)
     for number, hop in reversed(list(enumerate(hops))):
         send = units.reshape(hop.send.shape[0], 1, hop.send.shape[1], units.shape[1])
-        units = all_to_all_rows(send, axis_names).reshape(units.shape)
+        with jax.named_scope(f"exchange/{name}/hop{len(hops) - number}"):
+            units = all_to_all_rows(send, axis_names).reshape(units.shape)
+        units = yield units
         if number == 0:
             break
         if isinstance(hop.back, Copies):

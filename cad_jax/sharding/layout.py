@@ -23,7 +23,6 @@ from cad_jax.sharding.tasks import (
     Q_STOP,
     SERVER,
     PlanLike,
-    document_starts,
 )
 from cad_jax.sharding.traffic import Pieces, RowMap
 
@@ -228,7 +227,6 @@ def _key_ranges(
     plan: PlanLike, routing: Routing, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """k_lo, k_hi: int32 [ranks, CQ]. Query buffer rows are the tasks' rows in the plan's order."""
-    starts = document_starts(plan.lengths)
     k_lo = np.zeros((len(chosen), plan.capacities.query_rows), np.int32)
     k_hi = np.zeros(k_lo.shape, np.int32)
     first = np.searchsorted(plan.tasks[:, SERVER], chosen)
@@ -237,7 +235,7 @@ def _key_ranges(
         tasks = plan.tasks[first[i] : last[i]]
         rows = tasks[:, Q_STOP] - tasks[:, Q_START]
         begin = routing.key_map.lookup(
-            np.full(len(tasks), server), starts[tasks[:, DOCUMENT]] + tasks[:, K_START]
+            np.full(len(tasks), server), plan.starts[tasks[:, DOCUMENT]] + tasks[:, K_START]
         )
         # The query at position p sees keys [k_start, min(k_stop, p + 1)): a ramp, seldom cut off.
         ramp = begin - tasks[:, K_START] + tasks[:, Q_START] + 1 - (np.cumsum(rows) - rows)

@@ -19,7 +19,7 @@ is no target any more); that count is `context_lost_tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -56,11 +56,16 @@ class Pieces:
 
 
 class PackedStep(NamedTuple):
-    """Keys and lengths (tokens) of a step's pieces as they are laid, and the padding after them."""
+    """Keys and lengths (tokens) of a step's pieces as they are laid, and the padding after them.
+
+    The first `nano_pieces[0]` pieces make up the first nano-batch, and so on; an undivided step is
+    one nano-batch. Each nano-batch has as many tokens as any other, its padding at its own end.
+    """
 
     keys: list[int]
     lengths: list[int]
-    padding_tokens: int
+    padding_tokens: int  # of all nano-batches
+    nano_pieces: tuple[int, ...]
 
 
 def document_lengths(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
@@ -202,23 +207,35 @@ def pack_step(
         else:
             kept.append(piece)
     kept.extend(waiting)
-    return PackedStep(keys, lengths, room), kept
+    return PackedStep(keys, lengths, room, (len(keys),)), kept
+
+
+FillStep = Callable[
+    [Sequence[tuple[int, int]], Iterator[tuple[int, int]], int, int],
+    tuple[PackedStep, list[tuple[int, int]]],
+]
+"""Packs one step, as `pack_step` does."""
 
 
 def pack(
-    lengths: Iterable[int] | np.ndarray, tokens_per_step: int, *, window: int = 64
+    lengths: Iterable[int] | np.ndarray,
+    tokens_per_step: int,
+    *,
+    window: int = 64,
+    fill: FillStep = pack_step,
 ) -> Iterator[PackedStep]:
     """Packs a finite list of lengths, each at most `tokens_per_step`; keys are indices into it.
 
-    Every one is placed exactly once, the last steps from a window that drains. Raises ValueError
-    for bad arguments or a length above `tokens_per_step`.
+    Every one is placed exactly once, the last steps from a window that drains. `fill` packs one
+    step: `pack_step`, or `nano_batches.pack_halves`. Raises ValueError for bad arguments or a
+    length above `tokens_per_step`.
     """
     lengths = document_lengths(lengths)
     check_packing(tokens_per_step, window)
     arrivals = iter(enumerate(lengths.tolist()))
     pending: list[tuple[int, int]] = []
     while True:
-        step, pending = pack_step(pending, arrivals, tokens_per_step, window)
+        step, pending = fill(pending, arrivals, tokens_per_step, window)
         if not step.keys:
             return
         yield step

@@ -30,6 +30,7 @@ from cad_jax.sharding.tasks import (
     TRANSPORT_HOPS,
     Capacities,
     HeadShape,
+    document_starts,
     home_tasks,
     sort_tasks,
 )
@@ -41,9 +42,10 @@ FORMAT_VERSION = 1
 class Plan:
     """Tasks of one microbatch over the pool.
 
-    lengths: int64 [N] document lengths, laid end to end. tasks: int64 [n, 7], rows of
-    `tasks.TASK_FIELDS`, kept sorted by (server, document, q_start, k_start). Both are read-only.
-    Plans are equal, and hash alike, when their contents are.
+    lengths: int64 [N] document lengths. tasks: int64 [n, 7], rows of `tasks.TASK_FIELDS`, kept
+    sorted by (server, document, q_start, k_start). starts: int64 [N], each document's first token
+    in the pool, ascending; end to end by default, and what lies between documents is padding. All
+    are read-only. Plans are equal, and hash alike, when their contents are.
     """
 
     servers: int
@@ -54,13 +56,16 @@ class Plan:
     heads: HeadShape
     capacities: Capacities
     fallback_tasks: int = 0  # tasks kept at home because a capacity would not hold them elsewhere
+    starts: np.ndarray = None  # pyright: ignore[reportAssignmentType] # end to end
 
     def __post_init__(self):
         lengths = np.array(self.lengths, np.int64)
         tasks = sort_tasks(np.array(self.tasks, np.int64).reshape(-1, len(TASK_FIELDS)))
-        lengths.flags.writeable = tasks.flags.writeable = False
-        object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "tasks", tasks)
+        starts = document_starts(lengths) if self.starts is None else self.starts
+        starts = np.array(starts, np.int64)
+        for name, array in (("lengths", lengths), ("tasks", tasks), ("starts", starts)):
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
 
     # Figures.
 
@@ -70,7 +75,8 @@ class Plan:
 
     def home_loads(self) -> np.ndarray:
         """Pairs of each server were nothing moved, int64 [S]."""
-        return server_loads(home_tasks(self.lengths, self.tokens_per_server), self.servers)
+        tasks = home_tasks(self.lengths, self.tokens_per_server, self.starts)
+        return server_loads(tasks, self.servers)
 
     @property
     def max_over_mean(self) -> float:
@@ -89,7 +95,9 @@ class Plan:
 
     def travelling_rows(self) -> TravellingRows:
         """Rows in and out of each server."""
-        return travelling_rows(self.lengths, self.tasks, self.servers, self.tokens_per_server)
+        return travelling_rows(
+            self.lengths, self.tasks, self.servers, self.tokens_per_server, self.starts
+        )
 
     def bytes_in(self, itemsize: int = 2) -> np.ndarray:
         """Bytes each server takes in during one forward of one layer, int64 [S]: q, k, v, out."""
@@ -132,7 +140,8 @@ class Plan:
         scalars = [FORMAT_VERSION, *self._scalars().values()]
         header = json.dumps(scalars, sort_keys=True, default=int)  # numpy's integers are integers
         digest = hashlib.sha256(header.encode())
-        for array in (self.lengths, self.tasks):
+        gaps = not np.array_equal(self.starts, document_starts(self.lengths))
+        for array in (self.lengths, self.tasks, *([self.starts] if gaps else [])):
             digest.update(len(array).to_bytes(8, "little"))
             digest.update(array.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -173,6 +182,7 @@ class Plan:
             "version": FORMAT_VERSION,
             **self._scalars(),
             "documents": self.lengths.tolist(),
+            "starts": self.starts.tolist(),
             "tasks": self.tasks.tolist(),
             "max_over_mean": self.max_over_mean,
             "max_over_mean_home": self.max_over_mean_home,
@@ -205,6 +215,7 @@ class Plan:
                 heads=HeadShape(**saved["heads"]),
                 capacities=Capacities(**capacities),
                 fallback_tasks=saved["fallback_tasks"],
+                starts=saved.get("starts"),  # plans of documents end to end may lack it
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -223,8 +234,9 @@ class Plan:
         homes are right; on one server no two tasks share query rows, so that each row has one
         contiguous key range. The error names the document, or the capacity.
         """
-        check_lengths(self.lengths, self.servers, self.tokens_per_server)
-        check_tasks(self.lengths, self.tasks, self.servers, self.tokens_per_server)
+        pool = self.servers, self.tokens_per_server, self.starts
+        check_lengths(self.lengths, *pool)
+        check_tasks(self.lengths, self.tasks, *pool)
         check_coverage(self.lengths, self.tasks)
         exceeded = self.capacities.exceeded(required_capacities(self, self.capacities.transport))
         if exceeded:
@@ -247,14 +259,17 @@ def home_plan(
     heads: HeadShape,
     capacities: Capacities,
     tolerance: float = 0.05,
+    starts: np.ndarray | None = None,
 ) -> Plan:
-    """The plan that moves nothing: every task at its home."""
+    """The plan that moves nothing: every task at its home. starts: end to end by default."""
+    starts = document_starts(lengths) if starts is None else starts
     return Plan(
         servers=servers,
         tokens_per_server=tokens_per_server,
         lengths=lengths,
-        tasks=home_tasks(lengths, tokens_per_server),
+        tasks=home_tasks(lengths, tokens_per_server, starts),
         tolerance=tolerance,
         heads=heads,
         capacities=capacities,
+        starts=starts,
     )

@@ -54,11 +54,13 @@ def plan_documents(
     max_document_tokens: int | None = None,
     capacities: Capacities | None = None,
     transport: str | None = None,
+    starts=None,
 ) -> Plan:
-    """Plans core attention of documents laid end to end over the pool.
+    """Plans core attention of documents over the pool.
 
     lengths: token counts of the documents, zero allowed, together at most servers *
-    tokens_per_server. Heads are those of one device. The most loaded server gets at most
+    tokens_per_server. starts: the first token of each in the pool, in ascending order; by default
+    they lie end to end, padding last. Heads are those of one device. The most loaded server gets at most
     (1 + tolerance) times the mean pairs, or 1 + (1 - 1/S) c / mean where one cut of 128 rows is
     large (c pairs at most); where the home plan is within that, nothing moves.
 
@@ -67,10 +69,12 @@ def plan_documents(
     fewer moves, at last to the home plan, and `Plan.fallback_tasks` counts the tasks kept at home
     for it. The same arguments give the same plan on every host.
 
-    Raises ValueError for lengths that do not fit, and where even the home plan exceeds a capacity.
+    Raises ValueError for documents that do not fit or overlap, and where even the home plan exceeds a capacity.
     """
     heads = HeadShape(num_q_heads, num_kv_heads, head_dim)
-    lengths = _checked_lengths(lengths, servers, tokens_per_server, max_document_tokens)
+    lengths, starts = _checked_documents(
+        lengths, starts, servers, tokens_per_server, max_document_tokens
+    )
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be at least 0, got {tolerance}: 0.05 is usual")
     if capacities is None:
@@ -84,7 +88,7 @@ def plan_documents(
         )
     home = home_plan(
         lengths, servers=servers, tokens_per_server=tokens_per_server, heads=heads,
-        capacities=capacities, tolerance=tolerance,
+        capacities=capacities, tolerance=tolerance, starts=starts,
     )  # fmt: skip
     _check_home_fits(home)
     return home if home.loads().max() <= load_bound(home.loads(), tolerance) else _balanced(home)
@@ -105,12 +109,13 @@ def _balanced(home: Plan) -> Plan:
         return balanced_tasks(
             lengths, servers, home.tokens_per_server, home.heads, tolerance, variant=variant,
             query_rows=query_rows, key_rows=capacities.key_rows, max_moves=max_moves,
+            starts=home.starts,
         )  # fmt: skip
 
     def rank(tasks: np.ndarray) -> tuple[int, int]:
         """Pairs over the promised bound, then units: their mean and the worst server's."""
         over = int(server_loads(tasks, servers).max()) - reachable
-        rows = travelling_rows(lengths, tasks, servers, home.tokens_per_server)
+        rows = travelling_rows(lengths, tasks, servers, home.tokens_per_server, home.starts)
         units = rows.units_in(home.heads)
         return max(over, 0), int(units.sum() + servers * units.max())
 
@@ -119,6 +124,15 @@ def _balanced(home: Plan) -> Plan:
     for at in sorted(range(len(VARIANTS)), key=lambda at: ranks[at]):
         if ranks[at][0] == 0 and fits(candidates[at]):
             return dataclasses.replace(home, tasks=candidates[at])
+
+    # Limits of rows steer the greedy, sometimes into a corner: a plan that knows none may fit.
+    for variant in VARIANTS:
+        tasks, _ = balanced_tasks(
+            lengths, servers, home.tokens_per_server, home.heads, tolerance, variant=variant,
+            query_rows=np.full(servers, _UNLIMITED), starts=home.starts,
+        )  # fmt: skip
+        if rank(tasks)[0] == 0 and fits(tasks):
+            return dataclasses.replace(home, tasks=tasks)
 
     # A capacity is in the way: the best of what it holds, and what it keeps at home is counted.
     relaxed = [balanced(scale * max(tolerance, 0.05))[0] for scale in RELAXED_TOLERANCES]
@@ -129,7 +143,7 @@ def _balanced(home: Plan) -> Plan:
     if rank(tasks)[0] > 0:
         free, _ = balanced_tasks(
             lengths, servers, home.tokens_per_server, home.heads, tolerance,
-            query_rows=np.full(servers, _UNLIMITED),
+            query_rows=np.full(servers, _UNLIMITED), starts=home.starts,
         )  # fmt: skip
         fallback_tasks = max(1, _moved(free) - _moved(tasks))
     return dataclasses.replace(home, tasks=tasks, fallback_tasks=fallback_tasks)
@@ -176,19 +190,22 @@ def balanced_tasks(
     key_rows: int = _UNLIMITED,
     variant: tuple[int, int] = VARIANTS[0],
     max_moves: int = _UNLIMITED,
+    starts: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int]:
     """One run of the greedy from the home plan: (tasks, int64 [n, 7], moves made).
 
-    query_rows: int64 [S], most query rows of each server; key_rows: most key rows of any.
+    query_rows: int64 [S], most query rows of each server; key_rows: most key rows of any. starts:
+    int64 [N], the documents' first tokens, end to end by default.
     """
-    tasks = home_tasks(lengths, tokens_per_server)
+    # A copy where given: the compiled greedy would be compiled again for a read-only array.
+    starts = document_starts(lengths) if starts is None else np.array(starts, np.int64)
+    tasks = home_tasks(lengths, tokens_per_server, starts)
     loads = server_loads(tasks, servers)
     bound = load_bound(loads, tolerance)
     pressure, tenths = variant
     fill = load_bound(loads, tolerance * tenths / 10)
     pool = Pool(
-        document_starts(lengths), tokens_per_server, heads.q_units, heads.kv_units, query_rows,
-        key_rows, pressure,
+        starts, tokens_per_server, heads.q_units, heads.kv_units, query_rows, key_rows, pressure,
     )  # fmt: skip
     room = len(tasks) + 64 * servers
     while True:
@@ -255,24 +272,33 @@ def _check_home_fits(home: Plan) -> None:
         )
 
 
-def _checked_lengths(lengths, servers, tokens_per_server, max_document_tokens) -> np.ndarray:
+def _checked_documents(
+    lengths, starts, servers, tokens_per_server, max_document_tokens
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and starts, int64 [N] each."""
     for name, value in (("servers", servers), ("tokens_per_server", tokens_per_server)):
         if value < 1:
             raise ValueError(
                 f"{name} must be at least 1, got {value}: a pool has ranks with tokens"
             )
-    given = np.asarray(lengths)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(
-            "lengths must be one row of whole numbers, got "
-            f"{given.dtype} of shape {given.shape}: pass the token count of each document"
-        )
-    lengths = given.astype(np.int64)
-    check_lengths(lengths, servers, tokens_per_server)
+    lengths = _whole_numbers("lengths", lengths, "token count")
+    given = document_starts(lengths) if starts is None else starts
+    starts = _whole_numbers("starts", given, "first token in the pool")
+    check_lengths(lengths, servers, tokens_per_server, starts)
     if max_document_tokens is not None and lengths.max(initial=0) > max_document_tokens:
         at = int(lengths.argmax())
         raise ValueError(
             f"documents must hold at most max_document_tokens = {max_document_tokens} tokens, got "
             f"{lengths[at]} for document {at}: split it, or raise max_document_tokens"
         )
-    return lengths
+    return lengths, starts
+
+
+def _whole_numbers(name: str, values, what: str) -> np.ndarray:
+    given = np.asarray(values)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} must be one row of whole numbers, got "
+            f"{given.dtype} of shape {given.shape}: pass the {what} of each document"
+        )
+    return given.astype(np.int64)

@@ -1,16 +1,17 @@
 """Core attention tasks: what one server computes of one document, in words all host modules share.
 
-Documents are laid end to end in token order, padding last: document d holds the tokens
-[start[d], start[d] + length[d]); token g lives on home rank g // T at row g % T. A task is one row
-of seven int64 (columns below): the queries [q_start, q_stop) of a document against its keys
-[k_start, k_stop), causally, positions within the document. All queries of a task live on one home
-rank. Cuts the planner adds fall on multiples of TILE_ROWS within the document; rank boundaries fall
-anywhere.
+Documents lie in token order: document d holds the tokens [start[d], start[d] + length[d]), end to
+end unless starts say otherwise; what no document holds is padding. Token g lives on home rank
+g // T at row g % T. A task is one row of seven int64 (columns below): the queries [q_start, q_stop)
+of a document against its keys [k_start, k_stop), causally, positions within the document. All
+queries of a task live on one home rank. Cuts the planner adds fall on multiples of TILE_ROWS within
+the document; rank boundaries fall anywhere.
 
 Shape letters: T tokens per server, S servers, N documents, n tasks.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,7 @@ import numpy as np
 
 TILE_ROWS = 128  # query rows of a kernel tile: a shorter shard costs a whole tile
 TASK_FIELDS = ("document", "q_start", "q_stop", "k_start", "k_stop", "home", "server")
+NO_DOCUMENTS = np.zeros(0, np.int64)  # lengths of a stage that is idle
 DOCUMENT, Q_START, Q_STOP, K_START, K_STOP, HOME, SERVER = range(len(TASK_FIELDS))
 TRANSPORT_HOPS = {"direct": 1, "relay": 2}  # collectives one exchange takes
 
@@ -144,6 +146,8 @@ class PlanLike(Protocol):
     @property
     def lengths(self) -> np.ndarray: ...
     @property
+    def starts(self) -> np.ndarray: ...
+    @property
     def tasks(self) -> np.ndarray: ...
     @property
     def heads(self) -> HeadShape: ...
@@ -167,15 +171,44 @@ def causal_pairs(q_start, q_stop, k_start, k_stop):
 
 
 def document_starts(lengths: np.ndarray) -> np.ndarray:
-    """Global token index of each document's first token, int64 [N]."""
+    """Global token index of the first token of each of the documents laid end to end, int64 [N]."""
     lengths = np.asarray(lengths, np.int64)
     return np.cumsum(lengths) - lengths
 
 
-def home_tasks(lengths: np.ndarray, tokens_per_server: int) -> np.ndarray:
-    """Tasks of the home plan, int64 [n, 7], in token order: cuts at rank boundaries alone."""
+def stage_lengths(tick: Sequence[int], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Document lengths of each stage of a pipeline in a tick that names its microbatches, -1: none."""
+    return [lengths[microbatch] if microbatch >= 0 else NO_DOCUMENTS for microbatch in tick]
+
+
+def stage_documents(
+    lengths_of_stages: Sequence[np.ndarray], stage_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of a pool whose stages of `stage_tokens` tokens each hold documents of their own,
+    end to end from the stage's first token: (lengths, starts), int64 [N] each.
+
+    ValueError where a stage's documents do not fit it.
+    """
+    per_stage = [np.asarray(lengths, np.int64) for lengths in lengths_of_stages]
+    for stage, lengths in enumerate(per_stage):
+        if lengths.sum() > stage_tokens:
+            raise ValueError(
+                f"documents of a stage must fit its {stage_tokens} tokens, got {lengths.sum()} for "
+                f"stage {stage}: pack fewer documents, or raise the tokens of each rank"
+            )
+    starts = [s * stage_tokens + document_starts(lengths) for s, lengths in enumerate(per_stage)]
+    return np.concatenate(per_stage), np.concatenate(starts)
+
+
+def home_tasks(
+    lengths: np.ndarray, tokens_per_server: int, starts: np.ndarray | None = None
+) -> np.ndarray:
+    """Tasks of the home plan, int64 [n, 7], in token order: cuts at rank boundaries alone.
+
+    starts: int64 [N], the documents' first tokens; end to end by default.
+    """
     lengths = np.asarray(lengths, np.int64)
-    starts = document_starts(lengths)
+    starts = document_starts(lengths) if starts is None else np.asarray(starts, np.int64)
     first = starts // tokens_per_server
     pieces = np.where(lengths > 0, (starts + lengths - 1) // tokens_per_server - first + 1, 0)
     document = np.repeat(np.arange(len(lengths)), pieces)

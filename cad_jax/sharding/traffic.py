@@ -26,7 +26,6 @@ from cad_jax.sharding.tasks import (
     SERVER,
     HeadShape,
     PlanLike,
-    document_starts,
 )
 
 
@@ -130,7 +129,7 @@ def row_map(
 def buffer_maps(plan: PlanLike) -> tuple[RowMap, RowMap]:
     """The query and the key buffer of every server."""
     tasks, pool = plan.tasks, plan.servers * plan.tokens_per_server
-    at, server = document_starts(plan.lengths)[tasks[:, DOCUMENT]], tasks[:, SERVER]
+    at, server = plan.starts[tasks[:, DOCUMENT]], tasks[:, SERVER]
     query = row_map(server, at + tasks[:, Q_START], at + tasks[:, Q_STOP], plan.servers, pool)
     key = row_map(server, at + tasks[:, K_START], at + tasks[:, K_STOP], plan.servers, pool)
     return query, key

@@ -26,15 +26,22 @@ def random_lengths(rng: np.random.Generator, pool_tokens: int) -> np.ndarray:
     return np.array(lengths, np.int64)
 
 
+def random_starts(rng: np.random.Generator, lengths: np.ndarray, pool_tokens: int) -> np.ndarray:
+    """First tokens, int64 [N], that spread the pool's padding at random before, between and after
+    the documents."""
+    padding = pool_tokens - int(lengths.sum())
+    return np.cumsum(lengths) - lengths + np.sort(rng.integers(0, padding + 1, len(lengths)))
+
+
 def random_tasks(
     rng: np.random.Generator, lengths: np.ndarray, servers: int, tokens: int,
-    *, pieces: int, key_splits: bool, stay: float = 0.3,
+    *, pieces: int, key_splits: bool, stay: float = 0.3, starts: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """int64 [n, 7]: every document cut at homes and at random tokens, every piece on a random
     server (its home with probability `stay`); with `key_splits` some pieces have their keys cut in
     two to four parts on different servers."""
     tasks = []
-    starts = np.cumsum(lengths) - lengths
+    starts = np.cumsum(lengths) - lengths if starts is None else starts
     for document, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if not length:
             continue
@@ -59,22 +66,26 @@ def random_tasks(
 def random_plan(
     seed: int, servers: int, tokens: int, heads: HeadShape, transport: str,
     *, pieces: int = 3, key_splits: bool = False, stay: float = 0.3,
-    lengths: np.ndarray | None = None, roomy: bool = False,
+    lengths: np.ndarray | None = None, roomy: bool = False, gaps: bool = False,
 ) -> Plan:  # fmt: skip
-    """A checked plan with exactly the capacities it needs, or `roomy` ones."""
+    """A checked plan with exactly the capacities it needs, or `roomy` ones; with `gaps` padding may
+    lie anywhere."""
     rng = np.random.default_rng(seed)
     if lengths is None:
         lengths = random_lengths(rng, servers * tokens)
+    starts = random_starts(rng, lengths, servers * tokens) if gaps else None
     tasks = random_tasks(
-        rng, lengths, servers, tokens, pieces=pieces, key_splits=key_splits, stay=stay
-    )
-    return plan_of(lengths, tasks, servers, tokens, heads, transport, roomy=roomy)
+        rng, lengths, servers, tokens, pieces=pieces, key_splits=key_splits, stay=stay,
+        starts=starts,
+    )  # fmt: skip
+    return plan_of(lengths, tasks, servers, tokens, heads, transport, roomy=roomy, starts=starts)
 
 
-def plan_of(lengths, tasks, servers, tokens, heads, transport, *, roomy=False) -> Plan:
+def plan_of(lengths, tasks, servers, tokens, heads, transport, *, roomy=False, starts=None) -> Plan:
     """A checked plan of these tasks, with the capacities it needs."""
     unlimited = Capacities(transport, 0, 0, *_hops(transport, 0), 0, 0, 0)
-    plan = Plan(servers, tokens, lengths, tasks, 0.05, heads, unlimited)
+    starts = np.cumsum(lengths) - lengths if starts is None else starts
+    plan = Plan(servers, tokens, lengths, tasks, 0.05, heads, unlimited, starts=starts)
     needed = required_capacities(plan, transport)
     if roomy:
         needed = Capacities(
@@ -105,7 +116,7 @@ class Buffers:
 
 def expected_buffers(plan: Plan) -> list[Buffers]:
     """By brute force, per server."""
-    starts = np.cumsum(plan.lengths) - plan.lengths
+    starts = plan.starts
     servers = [Buffers([], [], []) for _ in range(plan.servers)]
     for buffers, server in zip(servers, range(plan.servers), strict=True):
         mine = plan.tasks[plan.tasks[:, 6] == server].tolist()

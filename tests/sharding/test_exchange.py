@@ -36,12 +36,16 @@ def make_phases(mesh, heads, tokens, skip_empty):
         arrays = jax.tree.map(lambda x: x[0], arrays)
         tables = expand(arrays, heads, tokens)
         rest = {"axis_names": POOL_AXES, "skip_empty": skip_empty}
-        partials, partial_lse = exchange.combine_fwd(out, out_lse, tables, **rest)
+
+        def run(phase, *operands):
+            return exchange.complete(phase(*operands, tables, **rest))
+
+        partials, partial_lse = run(exchange.combine_fwd, out, out_lse)
         return (
-            exchange.dispatch_fwd(q, k, v, tables, **rest),
+            run(exchange.dispatch_fwd, q, k, v),
             (partials.swapaxes(0, 1), partial_lse.swapaxes(0, 1)),
-            exchange.dispatch_bwd(q, k, v, lse, d_out, delta, tables, **rest),
-            exchange.combine_bwd(dq, dk, dv, tables, **rest),
+            run(exchange.dispatch_bwd, q, k, v, lse, d_out, delta),
+            run(exchange.combine_bwd, dq, dk, dv),
         )
 
     return jax.jit(jax.shard_map(phases, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False))
@@ -301,7 +305,7 @@ def test_wrong_rows_or_heads_are_refused():
 def test_wrong_dtypes_are_refused():
     q, k = np.zeros((4, 8, 4), np.float32), np.zeros((4, 2, 4), np.float32)
     with pytest.raises(ValueError, match="share one dtype, got float32, float32 and bfloat16"):
-        exchange.dispatch_fwd(q, k, k.astype(BF16), None, POOL_AXES)
+        exchange.complete(exchange.dispatch_fwd(q, k, k.astype(BF16), None, POOL_AXES))
     q, k = q.astype(np.int8), k.astype(np.int8)
     with pytest.raises(ValueError, match="got int8: cast them to bfloat16"):
-        exchange.dispatch_fwd(q, k, k, None, POOL_AXES)
+        exchange.complete(exchange.dispatch_fwd(q, k, k, None, POOL_AXES))

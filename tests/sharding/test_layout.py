@@ -132,6 +132,27 @@ def test_every_row_lands_where_it_must(transport, key_splits):
         check_by_simulation(plan, lay_out(plan))
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_padding_may_lie_anywhere(transport):
+    """Documents with gaps before, between and after them, within ranks and over whole ones."""
+    gapped = 0
+    for seed in range(16):
+        rng = np.random.default_rng([5, seed])
+        plan = random_plan(
+            seed,
+            servers=int(rng.choice([2, 3, 4, 8])),
+            tokens=int(rng.integers(4, 40)),
+            heads=HEADS[seed % len(HEADS)],
+            transport=transport,
+            key_splits=bool(seed % 2),
+            gaps=True,
+        )
+        ends = np.append(0, plan.starts + plan.lengths)
+        gapped += bool(np.any(plan.starts > ends[:-1]))
+        check_by_simulation(plan, lay_out(plan))
+    assert gapped >= 6
+
+
 def test_more_servers_than_bits():
     """Destination sets that differ only beyond the 64th server are different sets."""
     plan = random_plan(2, 70, 6, HEADS[3], "relay", pieces=2, stay=0.0)

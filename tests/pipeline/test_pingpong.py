@@ -1,0 +1,75 @@
+"""Two nano-batches alternating: exact, and every exchange beside the compute that hides it."""
+
+import jax
+import numpy as np
+import pytest
+
+from cad_jax.attention.strategies import make_strategy
+from cad_jax.optimizer import OptimizerConfig
+from cad_jax.train_step import Batch, TrainStep, stack
+from tests import llama_oracle
+from tests.llama_cases import jit, make_batch, mesh_of, random_params, tiny_config
+
+TOKENS = 768  # of a nano-batch: tasks are cut at multiples of 128 rows
+LENGTHS = [[400, 3, 0, 130, 60], [640], [5, 620], [128, 128, 1, 300]]
+
+
+def make_case(
+    shape, transport, microbatches=1, kernel="reference", tokens_over_tp=False, **changes
+):
+    """A step for ping-pong, its inputs [M, 2, ...] placed, parameters, and the oracle's answer."""
+    config = tiny_config(**changes)
+    strategy = make_strategy(
+        "cad",
+        servers=shape[1],
+        tokens_per_server=TOKENS // shape[1],
+        heads=config.head_shape(shape[2]),
+        kernel=kernel,
+        transport=transport,
+        tp=shape[2],
+        head_axis="tp" if tokens_over_tp else None,
+    )
+    step = TrainStep(
+        config,
+        mesh_of(*shape),
+        strategy,
+        OptimizerConfig(),
+        nano_strategy=strategy,
+        tokens_over_tp=tokens_over_tp,
+    )
+    lengths = LENGTHS[: 2 * microbatches]
+    rows, documents = make_batch(lengths, TOKENS, config.vocab_size)
+    prepared = [strategy.prepare(np.asarray(n, np.int64)) for n in lengths]
+    pairs = range(0, len(lengths), 2)
+    batch = stack([[Batch(*(f[m + n] for f in rows)) for n in range(2)] for m in pairs])
+    arrays = stack([[prepared[m + n].arrays for n in range(2)] for m in pairs])
+    params = random_params(step.description)
+    expected = llama_oracle.loss_and_gradients(params, config, rows, documents)
+    placed = (
+        jax.device_put(params, step.state_shardings.params),
+        jax.device_put(batch, step.batch_sharding),
+        jax.device_put(arrays, step.arrays_sharding),
+    )
+    return step, placed, expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "transport", "microbatches", "changes"),
+    [
+        ((1, 1, 1), "direct", 2, dict(num_layers=1)),
+        ((1, 8, 1), "relay", 1, dict(num_layers=3)),
+        ((1, 4, 2), "direct", 1, {}),
+        ((1, 4, 2), "relay", 2, dict(num_q_heads=4, num_kv_heads=4)),
+        ((1, 2, 4), "relay", 1, dict(num_q_heads=8)),  # one key head a device, two queries
+        ((1, 2, 4), "relay", 1, {}),  # one head a device: an attention has one part
+        ((1, 3, 2), "direct", 1, {}),  # E does not divide by dp: weights whole on every rank
+        ((1, 2, 4), "relay", 1, dict(tokens_over_tp=True, num_q_heads=16, num_kv_heads=2)),
+        ((1, 4, 2), "direct", 2, dict(tokens_over_tp=True, tied_embeddings=True)),
+    ],
+)
+def test_loss_and_gradients_equal_one_device(shape, transport, microbatches, changes):
+    step, placed, (want_loss, want) = make_case(shape, transport, microbatches, **changes)
+    loss, gradients = jax.block_until_ready(jit(step.loss_and_gradients)(*placed))
+    assert abs(float(loss) - want_loss) <= 2e-6 * want_loss
+    errors = llama_oracle.relative_errors(gradients, want)
+    assert max(errors.values()) <= 2e-5, errors

@@ -1,0 +1,134 @@
+"""The pipeline's executor against a plain float64 model of one device."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from cad_jax.model import Llama
+from cad_jax.pipeline.schedule import IDLE, interleaved
+from tests import llama_oracle
+from tests.llama_cases import jit, one_device_attend
+from tests.pipeline.pipeline_cases import Case, check
+
+CASES = (
+    ((4, 2, 1), 4, "all_gather", {}),
+    ((8, 1, 1), 2, "home", {}),
+    ((2, 4, 1), 1, "ring", dict(layers_each=2)),
+    ((4, 2, 1), 7, "cad", dict(tokens=128)),
+    ((2, 1, 4), 3, "cad", dict(nano_batches=2, changes=dict(tied_embeddings=True))),
+    ((1, 2, 2), 2, "ring", dict(layers_each=2)),
+    ((2, 2, 2), 3, "all_gather", dict(tokens_over_tp=True)),
+    ((2, 2, 2), 3, "cad", dict(nano_batches=2, pingpong=True, tokens=128, layers_each=2)),
+    ((2, 2, 2), 4, "all_gather", dict(virtual_stages=2, nano_batches=2)),
+    ((4, 2, 1), 8, "cad", dict(virtual_stages=2, tokens=128)),
+)
+
+
+@pytest.mark.parametrize(("shape", "microbatches", "name", "others"), CASES)
+def test_loss_and_gradients_equal_one_device(shape, microbatches, name, others):
+    case = Case(shape, microbatches, name, **others)
+    check(case, case.run())
+
+
+def plain(case):
+    """The model on one device, in its own dtype: loss and gradients of the case's step."""
+    definition, _ = nnx.split(nnx.eval_shape(lambda: Llama(case.config)))
+
+    def mean(params):
+        model = nnx.merge(definition, params)
+        total = 0.0
+        for row, documents in enumerate(case.of_document):
+            ids, positions, targets, weights = (field[row] for field in case.batch)
+            x = model.hidden(ids, positions, one_device_attend(documents))
+            total += model.loss(x, targets, weights)
+        return total / case.batch.weights.sum()
+
+    return jit(jax.value_and_grad(mean))(case.params)
+
+
+def test_bfloat16_is_as_near_as_one_device():
+    case = Case((2, 2, 2), 2, "all_gather", changes=dict(dtype="bfloat16"))
+    loss, gradients = case.run()
+    plain_loss, plain_gradients = plain(case)
+    want_loss, want = case.expected()
+    assert abs(loss - want_loss) <= 2 * abs(plain_loss - want_loss) + 1e-4 * want_loss
+    errors = llama_oracle.relative_errors(gradients, want)
+    allowed = llama_oracle.relative_errors(plain_gradients, want)
+    assert all(errors[name] <= 2 * allowed[name] for name in allowed), (errors, allowed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisoned:
+    """A stage whose every result is NaN in the ticks in which its tables call it idle; where an idle
+    stage was given anything but zeros, every result of all stages is."""
+
+    stage: Any
+
+    def forward(self, layers, xs, positions, tables):
+        tables, idle = zip(*tables, strict=True)
+        return self.poison(idle[0], xs, self.stage.forward(layers, xs, positions, tables))
+
+    def backward(self, layers, xs, saved, d_xs_out, positions, tables):
+        tables, idle = zip(*tables, strict=True)
+        args = layers, xs, saved, d_xs_out, positions, tables
+        return self.poison(idle[0], (xs, saved, d_xs_out), self.stage.backward(*args))
+
+    @staticmethod
+    def poison(idle, given, results):
+        something = jnp.stack([jnp.any(a != 0) for a in jax.tree.leaves(given)]).any()
+        somewhere = lax.pmax(idle & something, ("pp", "dp", "tp"))
+        return jax.tree.map(lambda a: jnp.where(idle | somewhere, jnp.nan, a), results)
+
+
+class PoisonedCase(Case):
+    @property
+    def stage(self):
+        return Poisoned(super().stage)
+
+    def arrays(self):
+        tables = self.schedule.forward, self.schedule.backward
+        idle = [np.repeat(t.microbatch == IDLE, self.ranks, axis=1)[:, None] for t in tables]
+        return tuple(zip(super().arrays(), idle, strict=True))
+
+    def expand(self, arrays):
+        return super().expand(arrays[0]), arrays[1]
+
+
+def test_idle_stages_leave_no_trace():
+    # Stage 0 goes idle while slot 0, which idle stages name, holds a microbatch.
+    case = PoisonedCase((2, 2, 2), 4, "cad", tokens=128, layers_each=2)
+    forward, backward = case.schedule.forward, case.schedule.backward
+    idle_after = forward.microbatch[-1, 0] == IDLE and forward.slot[3, 0] == 0
+    assert idle_after and backward.microbatch[-1, 0] == 3
+    check(case, case.run())
+
+
+def test_a_b_tick_holds_no_exchange_of_the_forward():
+    case = Case((2, 2, 2), 2, "cad", tokens=128, layers_each=2)
+    values = case.inputs()
+    text = case.step(values).lower(*values).as_text()
+    # Dispatch and combine of the F tick (warm-up, steady) and of the B tick (steady, drain).
+    assert text.count('"stablehlo.all_to_all"') == 2 * 2 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(schedule=interleaved(4, 2, 1)), r"as many stages \(=4\) .* devices \(=2\)"),
+        (dict(schedule=interleaved(2, 4, 1)), r"as many microbatches \(=4\) as the batch \(=2\)"),
+        (dict(schedule=interleaved(2, 2, 2)), r"layers \(=1\) .* virtual_stages \(=2\)"),
+        (dict(tokens=18), r"tokens per rank \(=9\) must be divisible by tp \(=2\)"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, words):
+    case = Case((2, 2, 2), 2, "all_gather", tokens=changes.pop("tokens", 48))
+    values = case.inputs()
+    case.schedule = changes.pop("schedule", case.schedule)
+    with pytest.raises(ValueError, match=words):
+        case.step(values).lower(*values)
