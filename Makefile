@@ -3,7 +3,8 @@ PYTHON ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST_JAX := 0.11.1
-AOT_TESTS := tests/test_topologies.py tests/test_compile.py tests/attention/test_kernels_compile.py
+AOT_TESTS := tests/test_topologies.py tests/test_compile.py tests/attention/test_kernels_compile.py \
+	tests/pipeline/test_compiled_overlap.py
 
 .PHONY: train test lint types pytest test-oldest-jax test-aot clean
 

@@ -1,11 +1,10 @@
 """`cad-jax compile`: a recipe compiled for a cluster that is not here: does it overlap, does it fit?"""
 
 import dataclasses
-import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Any
 
 import jax
 import tyro
@@ -13,7 +12,7 @@ import tyro
 from cad_jax.attention.strategies import STRATEGIES
 from cad_jax.compile_report import run
 from cad_jax.config import RunConfig
-from cad_jax.recipes import RECIPES
+from cad_jax.recipe_arguments import recipe_field, recipe_registry
 from cad_jax.topologies import parse_topology
 from cad_jax.xla_options import parse_option
 
@@ -76,17 +75,8 @@ def parse(arguments: list[str]) -> CompileArgs:
         ValueError: see `take_strategies`.
     """
     arguments, strategies = take_strategies(arguments)
-    recipes = tuple(
-        Annotated[
-            RunConfig,
-            tyro.conf.subcommand(
-                name, default=recipe(), description=inspect.getdoc(recipe), prefix_name=False
-            ),
-        ]
-        for name, recipe in RECIPES.items()
-    )
     fields: list[Any] = [
-        ("config", Annotated[Union[recipes], tyro.conf.arg(name="")]),  # noqa: UP007
+        ("config", *recipe_field()),
         ("compile", tyro.conf.OmitArgPrefixes[CompileConfig]),
     ]
     shape = dataclasses.make_dataclass("CompileArgs", fields, frozen=True)
@@ -98,6 +88,7 @@ def parse(arguments: list[str]) -> CompileArgs:
         "h200:2x8 --lengths FILE`. --attention takes several strategies, with commas between, and compares "
         "them. Every field of the recipe can be overridden.",
         args=arguments,
+        registry=recipe_registry(),
         config=(tyro.conf.CascadeSubcommandArgs, tyro.conf.AvoidSubcommands),
     )
     return CompileArgs(
@@ -120,5 +111,12 @@ def main(arguments: list[str]) -> int:
         )
     except ValueError as error:
         print(f"cad-jax compile: {error}", file=sys.stderr)
+        return USER_ERROR
+    except OSError as error:
+        print(
+            f"cad-jax compile: {error.filename} cannot be written ({error.strerror}): name another "
+            "file",
+            file=sys.stderr,
+        )
         return USER_ERROR
     return 0

@@ -31,12 +31,15 @@ _PASSES = {"forward": "fwd", "backward": "bwd", "other": ""}
 
 
 def with_strategy(config: RunConfig, name: str) -> RunConfig:
-    """The same run with another strategy: as a single stream where that one knows nothing else."""
+    """The same run with another strategy: as a single stream, and with tp splitting weights, where
+    that one knows nothing else."""
     attention = dataclasses.replace(config.attention, strategy=name)
-    training = config.training
+    training, mesh = config.training, config.mesh
     if name not in PLANNED_STRATEGIES:
         training = dataclasses.replace(training, overlap="single_stream")
-    return dataclasses.replace(config, attention=attention, training=training)
+    if name.startswith("native"):
+        mesh = dataclasses.replace(mesh, tp_splits="weights")
+    return dataclasses.replace(config, attention=attention, training=training, mesh=mesh)
 
 
 def with_twice_the_tokens(config: RunConfig) -> RunConfig:

@@ -6,6 +6,7 @@ compiled program does not tell them. How the rest is predicted: cad_jax.overlap.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import tempfile
 import time
@@ -15,18 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from cad_jax.attention.strategies import make_strategy
+from cad_jax.attention.planned import PlannedStrategy
 from cad_jax.config import RunConfig
-from cad_jax.launch import open_data
+from cad_jax.launch import make_strategies, open_data
 from cad_jax.overlap import Prediction, Timeline
-from cad_jax.pipeline.ticks import plan_step, sample_ticks
+from cad_jax.pipeline.ticks import plan_step
 from cad_jax.plan_report import read_lengths
+from cad_jax.sharding.capacities import signal_capacities
 from cad_jax.sharding.cost import Device, attention_flops
-from cad_jax.sharding.mesh import POOL_AXES
 from cad_jax.sharding.nano_batches import pack_halves
 from cad_jax.sharding.packing import pack_step
 from cad_jax.thunks import Phase, load_dump
@@ -197,60 +197,46 @@ def lower_step(
     """
     shape, schedule = config.mesh, config.schedule()
     mesh = compile_only_mesh(topology, shape.pp, shape.dp, shape.tp)
-    heads = config.model.head_shape(shape.tp)
     microbatches, per_step = documents.samples, config.training.microbatches
-    steps = [  # as many as the samples fill, [M][N] each
-        [microbatches[i % len(microbatches)] for i in range(first, first + per_step)]
-        for first in range(0, len(microbatches), per_step)
-    ]
-    samples = [
-        lengths
-        for step in steps
-        for lengths in (sample_ticks(schedule, step) if schedule else [n for m in step for n in m])
-    ]
-    strategy = make_strategy(
-        config.attention.strategy,
-        servers=shape.servers,
-        tokens_per_server=config.tokens_per_server // config.nano_batches,
-        heads=heads,
-        tolerance=config.attention.tolerance,
-        capacities=config.attention.capacities,
-        transport=config.attention.transport,
-        sample_lengths=samples,
-        kernel=kernel,
-        axis_names=POOL_AXES,
-        max_document_tokens=documents.max_tokens,
-        element_bytes=jnp.dtype(config.model.dtype).itemsize,
-        device=topology.device,
-        tp=shape.tp,
-        stages=shape.pp,
-        head_axis=config.head_axis,
+    step_lengths = [microbatches[m % len(microbatches)] for m in range(per_step)]
+    whole, nano = make_strategies(
+        config, microbatches, documents.max_tokens, device=topology.device, kernel=kernel
     )
+    strategy = nano or whole
     layers = config.model.num_layers
+    carried = step_lengths
+    planned = strategy
+    if config.training.overlap == "signal":  # the work of a real step, the travel of an empty one
+        assert isinstance(strategy, PlannedStrategy)
+        capacities = signal_capacities(strategy.capacities)
+        strategy = dataclasses.replace(strategy, capacities=capacities)
+        carried = [tuple(np.zeros(0, np.int64) for _ in nanos) for nanos in step_lengths]
     if schedule:
-        plans = plan_step(schedule, strategy, steps[0])
+        plans = plan_step(schedule, strategy, carried)
         arrays = TickArrays(plans.forward, plans.backward)
-        layers = -(
-            -layers // (shape.pp * shape.virtual_stages)
-        )  # of one tick, on the fullest stage
-        pairs = int(plans.pairs[: schedule.ticks].max(axis=-1).sum())
+        layers //= shape.pp * shape.virtual_stages  # of one tick
+        loads = plan_step(schedule, planned, step_lengths).pairs[: schedule.ticks]
+        pairs = int(loads.max(axis=-1).sum())
     else:
-        prepared = [[strategy.prepare(lengths) for lengths in nanos] for nanos in steps[0]]
-        arrays = stack([[p.arrays for p in nanos] for nanos in prepared])
-        pairs = sum(int(p.pairs.max()) for nanos in prepared for p in nanos)
+        arrays = stack([[strategy.prepare(n).arrays for n in nanos] for nanos in carried])
+        pairs = sum(int(planned.prepare(n).pairs.max()) for nanos in step_lengths for n in nanos)
     step = TrainStep(
         config.model,
         mesh,
         strategy,
         config.optimizer,
         config.training.remat,
-        nano_strategy=strategy if config.nano_batches == 2 else None,
+        nano_strategy=nano and strategy,
         schedule=schedule,
         tokens_over_tp=config.head_axis is not None,
     )
     with _tracing_for(mesh, kernel):
         lowered = step.trace(per_step, config.training.tokens_per_microbatch, arrays).lower()
-    return LoweredStep(lowered, attention_flops(heads, layers * pairs), strategy.describe())
+    return LoweredStep(
+        lowered,
+        attention_flops(config.model.head_shape(shape.tp), layers * pairs),
+        strategy.describe(),
+    )
 
 
 def attention_seconds(forward_flops: int, kernel: str, device: Device) -> dict[Phase, float]:

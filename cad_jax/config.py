@@ -108,10 +108,11 @@ class TrainingConfig:
     microbatches: int = 1
     """Microbatches whose gradients make one step; those a pipeline has in flight."""
     overlap: Annotated[
-        Literal["pingpong", "single_stream"], tyro.conf.arg(aliases=("--overlap",))
+        Literal["pingpong", "single_stream", "signal"], tyro.conf.arg(aliases=("--overlap",))
     ] = "single_stream"
     """pingpong: a microbatch is two nano-batches, one travels while the other is computed (cad and
-    home); single_stream: exchanges wait for compute and compute for them."""
+    home); single_stream: exchanges wait for compute and compute for them; signal: ping-pong with
+    exchanges of one row, the lower bound, for `cad-jax compile` alone."""
     seed: int = 0
     """Of the parameters at the start."""
     remat: Remat = "save_attention"
@@ -122,7 +123,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         cures = {
             "steps": "give the number of optimizer steps to train",
-            "tokens_per_microbatch": "give a multiple of the mesh's ranks, pp x dp",
+            "tokens_per_microbatch": "give a multiple of mesh.dp, twice that with ping-pong",
             "microbatches": "use 1 to take each step on one microbatch",
         }
         for name, cure in cures.items():
@@ -159,7 +160,7 @@ class RunConfig:
     @property
     def nano_batches(self) -> int:
         """Into which a microbatch is divided where its documents allow it."""
-        return 2 if self.training.overlap == "pingpong" else 1
+        return 1 if self.training.overlap == "single_stream" else 2
 
     @property
     def tokens_per_server(self) -> int:
@@ -187,12 +188,12 @@ class RunConfig:
                 f"nano-batches x devices that slice their rows (={mesh.dp} x {self.nano_batches} x "
                 f"{sliced}), each holds as many; use {-(-tokens // parts) * parts}, or another mesh"
             )
-        if training.overlap == "pingpong" and strategy not in ("cad", "home"):
+        if self.nano_batches == 2 and strategy not in ("cad", "home"):
             raise ValueError(
                 f"training.overlap (={training.overlap}) needs attention.strategy cad or home, whose "
                 f"exchanges are placed by hand, got {strategy}; use --overlap single_stream"
             )
-        by_hand = training.overlap == "pingpong" or mesh.pp > 1
+        by_hand = self.nano_batches == 2 or mesh.pp > 1
         if by_hand and training.remat != "save_attention":
             raise ValueError(
                 f"training.remat (={training.remat}) must be save_attention with --overlap pingpong "

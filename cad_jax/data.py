@@ -34,6 +34,8 @@ from cad_jax.tokenizer import open_tokenizer
 
 _STATE_FORMAT = 1
 _DEFAULT_IDENTITY = {"nano_batches": 1}  # not written: states were the same before it was a choice
+# What to set back where the name of a part of the identity does not say it.
+_CURES = {"nano_batches": "resume with the same --overlap (2: pingpong, 1: single_stream)"}
 _MAX_BIGRAM_VOCABULARY = 4096
 _ENTROPY_CHUNK_TOKENS = 1 << 22
 
@@ -248,10 +250,11 @@ class DocumentBatches:
         identity = _DEFAULT_IDENTITY | identity
         for name, value in (_DEFAULT_IDENTITY | self._identity).items():
             if identity.get(name) != value:
+                cure = _CURES.get(name, "set it back")
                 raise ValueError(
                     f"resuming needs the documents in the same order, but the checkpoint was "
                     f"written with {name}={identity.get(name)!r} and this run has {value!r}: "
-                    "set it back, or start a new run"
+                    f"{cure}, or start a new run"
                 )
         inside = len(window) <= self._window and len(set(window)) == len(window)
         if not inside or not all(0 <= index < next_index for index in window):

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from cad_jax.attention.planned import PlannedStrategy
 from cad_jax.attention.strategies import Strategy, make_strategy
 from cad_jax.checkpoint import Checkpointer
 from cad_jax.config import RunConfig, check_resume
@@ -25,10 +26,11 @@ from cad_jax.pipeline.ticks import sample_ticks
 from cad_jax.prefetch import Prefetcher
 from cad_jax.processes import first_process, together
 from cad_jax.run_folder import CHECKPOINTS, check_folder, check_nothing_lost, open_folder
-from cad_jax.sharding.cost import DEVICES, find_device
+from cad_jax.sharding.cost import DEVICES, Device, find_device
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.train import Loop, Outcome, StopRequest
 from cad_jax.train_step import TrainStep
+from cad_jax.xla_options import GPU_OPTIONS, check_options
 
 PLANNED_STRATEGIES = ("cad", "home")  # those with capacities to set
 
@@ -51,19 +53,46 @@ def open_data(config: RunConfig) -> DocumentBatches:
 def make_run_strategies(
     config: RunConfig, data: DocumentBatches
 ) -> tuple[Strategy, Strategy | None]:
-    """The attention strategy of whole microbatches and, with ping-pong, that of nano-batches. Their
-    capacities are set from plans of the run's first microbatches: the same whenever it starts or
-    resumes.
+    """`make_strategies` from the run's first microbatches: the same whenever it starts or resumes."""
+    planned = config.attention.strategy in PLANNED_STRATEGIES
+    samples = data.sample_nano_lengths(config.attention.capacity_plans) if planned else []
+    return make_strategies(
+        config,
+        samples,
+        data.max_document_tokens,
+        device=find_device(jax.devices()[0].device_kind) or DEVICES["h200"],
+        kernel=config.attention.kernel,
+    )
+
+
+def make_strategies(
+    config: RunConfig,
+    samples: list[tuple[np.ndarray, ...]],
+    max_document_tokens: int,
+    *,
+    device: Device,
+    kernel: str,
+) -> tuple[Strategy, Strategy | None]:
+    """The attention strategy of whole microbatches and, with two nano-batches, that of those; where
+    no document is too long for a nano-batch, the latter is both.
+
+    Args:
+        config: checked.
+        samples: document lengths of microbatches to come, by nano-batch: capacities hold the plans
+            of attention.capacity_plans of them, or of a pipeline's ticks over them.
+        max_document_tokens: the longest document to come.
+        device, kernel: see `make_strategy`.
 
     Raises:
-        ValueError: heads do not divide over tp, or a first microbatch does not fit the
-            configuration's own capacities, even at home.
+        ValueError: heads do not divide over tp, or a sample does not fit the configuration's own
+            capacities, even at home.
     """
     attention, schedule = config.attention, config.schedule()
-    planned = attention.strategy in PLANNED_STRATEGIES
-    samples = data.sample_nano_lengths(attention.capacity_plans) if planned else []
+    nano_tokens = config.training.tokens_per_microbatch // config.nano_batches
 
-    def strategy(nano_batches: int, samples: list[Any]) -> Strategy:
+    def strategy(nano_batches: int, samples: list[tuple[np.ndarray, ...]]) -> Strategy:
+        plans = _planned_samples(schedule, samples, attention.capacity_plans)
+        tokens = config.training.tokens_per_microbatch // nano_batches
         made = make_strategy(
             attention.strategy,
             servers=config.mesh.servers,
@@ -72,49 +101,41 @@ def make_run_strategies(
             tolerance=attention.tolerance,
             capacities=attention.capacities,
             transport=attention.transport,
-            sample_lengths=samples,
-            kernel=attention.kernel,
+            sample_lengths=plans,
+            kernel=kernel,
             axis_names=POOL_AXES,
-            max_document_tokens=min(
-                data.max_document_tokens, data.tokens_per_microbatch // nano_batches
-            ),
+            max_document_tokens=min(max_document_tokens, tokens),
             element_bytes=jnp.dtype(config.model.dtype).itemsize,
-            device=find_device(jax.devices()[0].device_kind) or DEVICES["h200"],
+            device=device,
             tp=config.mesh.tp,
             stages=config.mesh.pp,
             head_axis=config.head_axis,
         )
-        if attention.capacities is not None:
-            for lengths in samples:
-                made.prepare(lengths)
+        if attention.capacities is not None and isinstance(made, PlannedStrategy):
+            for sample in plans:
+                made.plan_sample(sample)
         return made
 
-    divided = [nanos for nanos in samples if len(nanos) == data.nano_batches]
-    whole = [(np.concatenate(nanos),) for nanos in samples]
-    by_strategy = {
-        n: _sample_ticks(schedule, s) if schedule else [lengths for nanos in s for lengths in nanos]
-        for n, s in {1: whole, data.nano_batches: divided}.items()
-    }
-    nano = strategy(2, by_strategy[2]) if data.nano_batches == 2 else None
-    return strategy(1, by_strategy[1]), nano
+    nano = None
+    if config.nano_batches == 2:
+        nano = strategy(2, [nanos for nanos in samples if len(nanos) == 2])
+        if max_document_tokens <= nano_tokens:
+            return nano, nano
+    return strategy(1, [(np.concatenate(nanos),) for nanos in samples]), nano
 
 
-def _sample_ticks(
-    schedule: Schedule, samples: list[tuple[np.ndarray, ...]]
-) -> list[list[np.ndarray]]:
-    """The ticks of as many steps as the sampled microbatches fill, at least one."""
+def _planned_samples(
+    schedule: Schedule | None, samples: list[tuple[np.ndarray, ...]], count: int
+) -> list[Any]:
+    """What to plan for capacities: every nano-batch; of a pipeline, `count` ticks spread over those
+    of as many steps as the samples fill, at least one."""
+    if schedule is None or not samples:
+        return [lengths for nanos in samples for lengths in nanos]
     per_step = schedule.microbatches
-    if not samples:
-        return []
-    steps = max(1, len(samples) // per_step)
-    at = [i % len(samples) for i in range(steps * per_step)]
-    return [
-        tick
-        for step in range(steps)
-        for tick in sample_ticks(
-            schedule, [samples[i] for i in at[step * per_step : (step + 1) * per_step]]
-        )
-    ]
+    starts = range(0, max(1, len(samples) // per_step) * per_step, per_step)
+    steps = [[samples[(first + m) % len(samples)] for m in range(per_step)] for first in starts]
+    ticks = [tick for step in steps for tick in sample_ticks(schedule, step)]
+    return ticks[:: max(1, len(ticks) // count)]
 
 
 def launch(config: RunConfig, resume: bool = False, console: Console | None = None) -> Outcome:
@@ -130,7 +151,14 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
     reporter = Reporter(config.training.steps, console, quiet=jax.process_index() != 0)
     folder = Path(config.folder)
     config.check()
+    if config.training.overlap == "signal":
+        raise ValueError(
+            "training.overlap (=signal) shrinks exchanges to one row, so that attention misses what "
+            "it needs: it cannot train; use --overlap pingpong, and signal with cad-jax compile"
+        )
     mesh = make_mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    if mesh.devices.flat[0].platform == "gpu":
+        check_options(GPU_OPTIONS)
     first_process(lambda: check_folder(folder, resume))
     data = together(lambda: open_data(config))
     strategy, nano_strategy = together(lambda: make_run_strategies(config, data))
@@ -142,7 +170,7 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
         config.training.remat,
         nano_strategy=nano_strategy,
         schedule=config.schedule(),
-        tokens_over_tp=config.mesh.tp_splits == "tokens",
+        tokens_over_tp=config.head_axis is not None,
     )
     with ExitStack() as resources:
         first_process(
@@ -238,6 +266,7 @@ def _describe(
         ),
         ("exchange", strategy.describe()),
         ("step", f"{step_tokens:,} tokens in {training.microbatches} microbatch(es)"),
+        *(_overlap(data) if data.nano_batches == 2 else []),
         (
             "documents",
             f"{stats.documents:,} ({stats.zero_length_documents:,} empty), {stats.tokens:,} tokens; "
@@ -258,6 +287,17 @@ def _describe(
             if step
             else "there is no checkpoint to resume from: starting at step 0"
         )
+
+
+def _overlap(data: DocumentBatches) -> list[tuple[str, str]]:
+    return [
+        (
+            "overlap",
+            f"nano-batches of {data.tokens_per_nano_batch:,} tokens; {data.undivided_microbatches:,} "
+            "documents an epoch are longer, and a step with one of them runs single_stream, as a "
+            "second program",
+        )
+    ]
 
 
 def _references(data: DocumentBatches) -> dict[str, float]:
@@ -287,7 +327,7 @@ def _report(
     waits = sum(r["plan_wait_s"] for r in later) / sum(r["step_s"] for r in later)
     fallbacks = sum(r["fallback_tasks"] for r in records)
     step, asked = records[-1]["step"], config.training.steps
-    undivided = sum(r["nano_batches"] < config.nano_batches for r in records)
+    undivided = sum(r.get("nano_batches", 1) < config.nano_batches for r in records)
     overlap = [
         (
             "overlap",

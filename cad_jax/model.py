@@ -170,7 +170,7 @@ class Llama(nnx.Module):
             nats = jnp.log(exponentials) + peak - target_score
             return total + jnp.where(weights != 0, nats * weights, 0.0).sum(), None
 
-        pool = self.parallelism.pool if self.parallelism.automatic_pool else 1
+        pool = self.parallelism.dp if self.parallelism.automatic_pool else 1
         rows = tuple(_in_chunks(a, pool) for a in (x, targets, weights.astype(jnp.float32)))
         return lax.scan(rematerialise(chunk, "full"), jnp.float32(0.0), rows)[0]
 

@@ -177,7 +177,7 @@ class Timeline:
         return Prediction(self._collectives, total_s - exposed_s, exposed_s, attention_s)
 
     def _attention_calls(self, thunks: list[Thunk], place: _Place) -> Counter:
-        calls: Counter[tuple[Phase, Phase]] = Counter()
+        calls: Counter[tuple[Phase, bool]] = Counter()
         for thunk in thunks:
             role = self._program.role(thunk)
             if role == "attention":
@@ -189,8 +189,10 @@ class Timeline:
                     calls += self._attention_calls(section, place)
         return calls
 
-    def _attention_key(self, thunk: Thunk, place: _Place) -> tuple[Phase, Phase]:
-        return self._program.direction(thunk), self._phase(thunk, place)
+    def _attention_key(self, thunk: Thunk, place: _Place) -> tuple[Phase, bool]:
+        """Direction, and whether it is the forward computed again."""
+        direction = self._program.direction(thunk)
+        return direction, direction == "forward" and self._phase(thunk, place) == "backward"
 
     def _phase(self, thunk: Thunk, place: _Place) -> Phase:
         """Of the operation; where XLA made it and it has no name, of the loop it is in."""

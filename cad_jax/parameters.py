@@ -109,11 +109,6 @@ class Parallelism:
         """Parts that the model splits the vocabulary into."""
         return self.tp if self.automatic_pool else self.pp * self.tp
 
-    @property
-    def pool(self) -> int:
-        """Ranks that hold different tokens."""
-        return self.pp * self.dp
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -261,7 +256,8 @@ def _columns(x: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...
 def _whole(shards: tuple[jax.Array, ...], gather: Gather, dim: int) -> jax.Array:
     whole = jnp.concatenate([shard.astype(gather.dtype) for shard in shards], axis=1)
     if gather.axes:
-        return lax.all_gather(whole, gather.axes, axis=dim, tiled=True)
+        with jax.named_scope("weights/gather"):
+            return lax.all_gather(whole, gather.axes, axis=dim, tiled=True)
     if gather.automatic_axis:
         return lax.with_sharding_constraint(whole, P(None, None))
     return whole
@@ -270,7 +266,8 @@ def _whole(shards: tuple[jax.Array, ...], gather: Gather, dim: int) -> jax.Array
 def _scatter(gradients: tuple[jax.Array, ...], gather: Gather, dim: int) -> jax.Array:
     total = jnp.concatenate(gradients, axis=1)
     if gather.axes:
-        return lax.psum_scatter(total, gather.axes, scatter_dimension=dim, tiled=True)
+        with jax.named_scope("weights/scatter"):
+            return lax.psum_scatter(total, gather.axes, scatter_dimension=dim, tiled=True)
     if gather.automatic_axis:
         spec = (gather.automatic_axis, None) if dim == 0 else (None, gather.automatic_axis)
         return lax.with_sharding_constraint(total, P(*spec))

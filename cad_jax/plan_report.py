@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
+from cad_jax import schedule_report
 from cad_jax.sharding.cost import DEVICES, attention_flops, model_shape
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
@@ -58,10 +59,29 @@ class PlanArgs:
     """Write the plan and its figures here."""
     plot: Path | None = None
     """Draw work per server before and after planning here (PNG)."""
+    pp: int = 1
+    """Pipeline stages among which the servers are divided; above 1 a whole step is planned tick by
+    tick, and its seconds are predicted."""
+    microbatches: int = 8
+    """Microbatches of that step."""
+    virtual_stages: int = 1
+    """Parts of the model per stage; above 1 the schedule is interleaved."""
+    tp: int = 1
+    """Devices that share a server's tokens, for that prediction."""
+    pingpong: bool = False
+    """Divide that step's microbatches into two nano-batches."""
 
     def __post_init__(self) -> None:
         if self.plot is not None and self.plot.suffix.lower() != ".png":
             raise ValueError(f"--plot (={self.plot}) must name a file that ends in .png: add that")
+        if self.pp < 1:
+            raise ValueError(f"--pp (={self.pp}) must be at least 1; use 1 for no pipeline")
+        given = (self.microbatches, self.virtual_stages, self.tp, self.pingpong)
+        if self.pp == 1 and given != (8, 1, 1, False):
+            raise ValueError(
+                "--microbatches, --virtual-stages, --tp and --pingpong describe a pipelined step: "
+                "give --pp above 1 with them, or leave them out"
+            )
 
 
 def read_lengths(path: str | Path) -> np.ndarray:
@@ -234,7 +254,22 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     for path in (args.json, args.plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: make the folder {path.parent} first")
-    lengths = first_tokens(read_lengths(args.lengths), args.servers * args.tokens_per_server)
+    everything = read_lengths(args.lengths)
+    prediction = None
+    if args.pp > 1:
+        prediction = schedule_report.predict(
+            everything,
+            servers=args.servers,
+            tokens_per_server=args.tokens_per_server,
+            pp=args.pp,
+            microbatches=args.microbatches,
+            virtual_stages=args.virtual_stages,
+            tp=args.tp,
+            pingpong=args.pingpong,
+            model=args.model,
+            tolerance=args.tolerance,
+        )
+    lengths = first_tokens(everything, args.servers * args.tokens_per_server)
     check_memory(args.servers, len(lengths))
 
     def timed(lengths: np.ndarray, servers: int, tokens_per_server: int) -> tuple[Plan, float]:
@@ -257,6 +292,9 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
         plan, plan_s = timed(lengths, args.servers, args.tokens_per_server)
     figures = report(plan, plan_s)
     console.print(table(plan, figures, args.model))
+    if prediction is not None:
+        console.print(schedule_report.table(prediction, args.model))
+        figures["step"] = schedule_report.figures(prediction)
     if plan.fallback_tasks:
         console.print(f"{plan.fallback_tasks} tasks stay at home: a capacity would not hold them")
     if args.json is not None:

@@ -32,6 +32,7 @@ from cad_jax.pipeline.schedule import Schedule
 from cad_jax.pipeline.single_stream import SingleStream
 from cad_jax.pipeline.stages import Stage, run_schedule
 from cad_jax.sharding.mesh import MESH_AXES, POOL_AXES
+from cad_jax.xla_options import GPU_OPTIONS
 
 SERVERS = P(None, None, POOL_AXES)  # of plan arrays
 
@@ -135,8 +136,12 @@ class TrainStep:
         self.state_shardings = self._state_shardings()
         replicated = NamedSharding(mesh, P())
         self._init = jax.jit(self._initial_state, out_shardings=self.state_shardings)
+        on_gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda")
         self.step = jax.jit(
-            self._step, donate_argnums=0, out_shardings=(self.state_shardings, replicated)
+            self._step,
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, replicated),
+            compiler_options=dict(GPU_OPTIONS) if on_gpus else None,
         )
 
     def init(self, seed: int) -> TrainState:
@@ -145,7 +150,7 @@ class TrainStep:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for a restore."""
-        shapes = jax.eval_shape(self._initial_state, jnp.uint32(0))
+        shapes = jax.eval_shape(self._initial_state, jax.ShapeDtypeStruct((), jnp.uint32))
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
             shapes,
@@ -183,8 +188,9 @@ class TrainStep:
             )
         if (stages > 1) != (self.schedule is not None):
             raise ValueError(
-                f"a schedule belongs to a pipeline: mesh axis pp is {stages}, schedule is "
-                f"{self.schedule}; give one where pp is above 1, and only there"
+                f"a schedule belongs to a pipeline: mesh axis pp is {stages}, and "
+                f"{'one' if self.schedule else 'none'} is given; give one where pp is above 1, and "
+                "only there"
             )
 
     def _initial_state(self, seed: jax.Array) -> TrainState:
@@ -194,7 +200,7 @@ class TrainStep:
     def _state_shardings(self) -> TrainState:
         replicated = NamedSharding(self.mesh, P())
         of_params = shardings(self.description, self.mesh)
-        shapes = jax.eval_shape(self._initial_state, jnp.uint32(0))
+        shapes = jax.eval_shape(self._initial_state, jax.ShapeDtypeStruct((), jnp.uint32))
         of_optimizer = optax.tree_map_params(
             self._optax,
             lambda _, sharding: sharding,
@@ -327,10 +333,11 @@ class TrainStep:
     def _strategy(self, nano_batches: int) -> DeviceStrategy:
         if nano_batches == 1:
             return self.strategy
-        if self.nano_strategy is None:
+        if self.nano_strategy is None or nano_batches != 2:
             raise ValueError(
-                f"batches of {nano_batches} nano-batches need a nano_strategy; this step has none: "
-                "give TrainStep one, or leave microbatches whole"
+                f"microbatches come whole, or as two nano-batches with a nano_strategy, got "
+                f"{nano_batches} and {'one' if self.nano_strategy else 'none'}: give TrainStep a "
+                "nano_strategy and two nano-batches, or leave microbatches whole"
             )
         return self.nano_strategy
 

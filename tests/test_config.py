@@ -86,7 +86,7 @@ def test_damaged_files_are_refused(tmp_path):
         ),
         (
             lambda: TrainingConfig(tokens_per_microbatch=0),
-            r"tokens_per_microbatch \(=0\) must be at least 1; give a multiple of .* pp x dp",
+            r"tokens_per_microbatch \(=0\) must be at least 1; give a multiple of mesh.dp",
         ),
         (lambda: TrainingConfig(microbatches=0), r"microbatches \(=0\) must be .* 1; use 1 to"),
         (

@@ -22,6 +22,7 @@ HOST_MODULES = {
     name for name in SOURCES if name.startswith("cad_jax.sharding.") and name not in DEVICE_PARTS
 } | {
     "cad_jax.plan_report",
+    "cad_jax.schedule_report",
     "cad_jax.attention.prepared",
     "cad_jax.pipeline.schedule",
     "cad_jax.pipeline.ticks",
@@ -41,6 +42,7 @@ LAYERS = (
     ("cad_jax.attention",),
     ("cad_jax.model_config", "cad_jax.parameters", "cad_jax.layer", "cad_jax.model", "cad_jax.hf"),
     ("cad_jax.pipeline",),
+    ("cad_jax.xla_options",),
     (
         "cad_jax.tokenizer",
         "cad_jax.sources",
@@ -48,13 +50,27 @@ LAYERS = (
         "cad_jax.packed_batch",
         "cad_jax.data",
     ),
-    ("cad_jax.optimizer", "cad_jax.checkpoint", "cad_jax.metrics", "cad_jax.plan_report"),
+    (
+        "cad_jax.optimizer",
+        "cad_jax.checkpoint",
+        "cad_jax.metrics",
+        "cad_jax.plan_report",
+        "cad_jax.schedule_report",
+    ),
     ("cad_jax.prefetch", "cad_jax.processes"),
+    (
+        "cad_jax.topologies",
+        "cad_jax.scheduled_hlo",
+        "cad_jax.thunks",
+        "cad_jax.overlap",
+    ),
     ("cad_jax.train_step", "cad_jax.feed"),
     ("cad_jax.config", "cad_jax.recipes", "cad_jax.run_folder"),
     ("cad_jax.train",),
     ("cad_jax.launch",),
-    ("cad_jax.train_command", "cad_jax.plan_command"),
+    ("cad_jax.compiled_step", "cad_jax.compile_report"),
+    ("cad_jax.recipe_arguments",),
+    ("cad_jax.train_command", "cad_jax.plan_command", "cad_jax.compile_command"),
     ("cad_jax.__main__",),
 )
 HEIGHT_OF_PREFIX = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}

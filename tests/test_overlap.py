@@ -232,6 +232,12 @@ def test_attention_is_shared_by_its_calls() -> None:
     assert result.compute_s == pytest.approx(result.attention_s)
 
 
+def test_attention_outside_any_phase_shares_with_the_forward() -> None:
+    """As in a pipeline whose ticks are no transformation of JAX's."""
+    calls = [("attention", f"jit(f)/{outer}forward_kernel/pallas_call") for outer in ("", "jvp()/")]
+    assert predict(*calls, attention_s={"forward": 6e-3}).compute_s == pytest.approx(6e-3)
+
+
 def test_metadata_is_no_exchange() -> None:
     writer = Writer([("sync", "all-to-all", 64, EVERYONE)])
     writer.computations = [text.replace("u8[64]", "s32[16]") for text in writer.computations]

@@ -1,6 +1,8 @@
+import dataclasses
 import json
 import math
 import tracemalloc
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -176,3 +178,24 @@ def test_legends_lie_beside_all_bars(tmp_path, monkeypatch):
 def test_plot_needs_a_png_name():
     with pytest.raises(ValueError, match=r"--plot \(=noext\) must name a file that ends in .png"):
         PlanArgs(Path("lengths.txt"), 4, 512, plot=Path("noext"))
+
+
+def test_a_pipelined_step_is_predicted(tmp_path):
+    (tmp_path / "lengths.txt").write_text("\n".join(["8000", "100", "3000"] * 60))
+    args = PlanArgs(
+        tmp_path / "lengths.txt", 8, 8192, pp=4, microbatches=3, pingpong=True, json=tmp_path / "o"
+    )
+    console = Console(file=StringIO(), width=200)
+    run(args, console)
+    step = json.loads((tmp_path / "o").read_text())["step"]
+    assert (step["stages"], step["ticks_of_each_phase"], step["stash_slots"]) == (4, 6, 3)
+    assert step["in_flight"] == [3, 3, 3, 1]
+    assert step["pool"]["lockstep_s"] < step["per_stage"]["lockstep_s"] < step["home"]["lockstep_s"]
+    assert step["balanced_s"] <= step["pool"]["lockstep_s"]
+    assert "one plan a tick for all stages" in console.file.getvalue()  # pyright: ignore
+    with pytest.raises(ValueError, match=r"servers \(=8\) must be divisible by pp \(=3\).*use 9"):
+        run(dataclasses.replace(args, pp=3), console)
+    with pytest.raises(ValueError, match="needs 80 microbatches of 16384 tokens.*give more"):
+        run(dataclasses.replace(args, microbatches=80), console)
+    with pytest.raises(ValueError, match=r"fit one stage's microbatch.*\(= 2 x 2048\).*8000"):
+        run(dataclasses.replace(args, tokens_per_server=2048), console)

@@ -92,7 +92,7 @@ def test_loss_and_gradients_equal_one_device(shape, microbatches, kinds, changes
     step = make_step((1, 4, 2) if shape == "native" else shape, config, strategy)
     params = random_params(step.description)
     batch, documents = make_batch(LENGTHS[:microbatches], TOKENS, config.vocab_size)
-    arrays = documents_by_rank(documents, step.parallelism.pool)
+    arrays = documents_by_rank(documents, step.parallelism.dp)
     function = jit(step.loss_and_gradients)
     for kind in kinds:
         own = masked(batch, kind)
@@ -108,7 +108,7 @@ def test_bfloat16_stays_near(shape, strategy):
     step = make_step(shape, config, strategy)
     params = random_params(step.description)
     batch, documents = make_batch(LENGTHS[:1], TOKENS, config.vocab_size)
-    arrays = documents_by_rank(documents, step.parallelism.pool)
+    arrays = documents_by_rank(documents, step.parallelism.dp)
     loss, gradients = run(jit(step.loss_and_gradients), step, params, batch, arrays)
     want_loss, want = llama_oracle.loss_and_gradients(params, config, batch, documents)
     assert abs(float(loss) - want_loss) <= 5e-3 * want_loss

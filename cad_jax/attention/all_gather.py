@@ -45,14 +45,16 @@ def expand(arrays: HeadTailArrays, axis_names: tuple[str, ...]) -> GatherTables:
 
 def gather_keys(k: jax.Array, v: jax.Array, tables: GatherTables, axis_names):
     """k, v [T, K, D] of every rank, in document order: [S * T, K, D] each."""
-    gathered = jax.lax.all_gather(jnp.concatenate([k, v], axis=1), axis_names, tiled=True)
+    with jax.named_scope("exchange/gather_keys"):
+        gathered = jax.lax.all_gather(jnp.concatenate([k, v], axis=1), axis_names, tiled=True)
     return jnp.split(gathered[tables.restore], 2, axis=1)
 
 
 def scatter_gradients(dk: jax.Array, dv: jax.Array, tables: GatherTables, axis_names):
     """The transpose of `gather_keys`: sums over ranks in float32, each rank keeps its own rows."""
     grads = jnp.concatenate([dk, dv], axis=1).astype(jnp.float32)[tables.order]
-    own = jax.lax.psum_scatter(grads, axis_names, tiled=True)
+    with jax.named_scope("exchange/scatter_gradients"):
+        own = jax.lax.psum_scatter(grads, axis_names, tiled=True)
     own_k, own_v = jnp.split(own, 2, axis=1)
     return own_k.astype(dk.dtype), own_v.astype(dv.dtype)
 

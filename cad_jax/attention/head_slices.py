@@ -36,8 +36,8 @@ def tokens_to_heads(
     sliced = [_repeated(x, devices) for x in arrays]
     carrier = _CARRIERS[min(x.dtype.itemsize for x in arrays)]
     blocks = [_to_lanes(x, carrier, x.shape[0], devices) for x in sliced]
+    sent = yield jnp.concatenate(blocks, axis=2).swapaxes(0, 1)
     with jax.named_scope(f"exchange/{name}/heads"):
-        sent = jnp.concatenate(blocks, axis=2).swapaxes(0, 1)
         received = lax.all_to_all(sent, axis, 0, 0, tiled=True)
     received = yield received
     rows = received.reshape(-1, received.shape[2])
@@ -58,8 +58,8 @@ def heads_to_tokens(
     devices = lax.axis_size(axis)
     carrier = _CARRIERS[min(x.dtype.itemsize for x in arrays)]
     blocks = [_to_lanes(x, carrier, devices, x.shape[0] // devices) for x in arrays]
+    sent = yield jnp.concatenate(blocks, axis=2)
     with jax.named_scope(f"exchange/{name}/heads"):
-        sent = jnp.concatenate(blocks, axis=2)
         received = lax.all_to_all(sent, axis, 0, 0, tiled=True)
     received = yield received
     rows = received.swapaxes(0, 1)

@@ -50,7 +50,8 @@ def dense_attention(axis_names: tuple[str, ...], q, k, v, ranges: KeyRanges) -> 
 def _forward(axis_names, q, k, v, ranges: KeyRanges):
     chunks = _sharded(q.reshape(*ranges.k_lo.shape, *q.shape[1:]), axis_names)
     scale = q.shape[-1] ** -0.5
-    out, lse = xla.forward_chunks(chunks, _replicated(k), _replicated(v), ranges, scale)
+    with jax.named_scope("attention/forward"):
+        out, lse = xla.forward_chunks(chunks, _replicated(k), _replicated(v), ranges, scale)
     out, lse = (_sharded(x, axis_names).reshape(q.shape[0], *x.shape[2:]) for x in (out, lse))
     return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
 
@@ -77,16 +78,17 @@ def _blockwise_bwd(axis_names, residuals, d_out):
     def chunk(x):
         return _sharded(x.reshape(*ranges.k_lo.shape, *x.shape[1:]), axis_names)
 
-    dq, dk, dv = xla.backward_chunks(
-        chunk(q),
-        _replicated(k),
-        _replicated(v),
-        chunk(d_out),
-        chunk(lse),
-        chunk(delta),
-        ranges,
-        q.shape[-1] ** -0.5,
-    )
+    with jax.named_scope("attention/backward"):
+        dq, dk, dv = xla.backward_chunks(
+            chunk(q),
+            _replicated(k),
+            _replicated(v),
+            chunk(d_out),
+            chunk(lse),
+            chunk(delta),
+            ranges,
+            q.shape[-1] ** -0.5,
+        )
     dk, dv = (_sharded(x.astype(jnp.float32).sum(axis=0), axis_names) for x in (dk, dv))
     return _sharded(dq, axis_names).reshape(q.shape), dk.astype(k.dtype), dv.astype(v.dtype), None
 

@@ -40,7 +40,8 @@ def _pass_on(block, axis_names):
     """Every rank's block to the next rank of the ring."""
     ranks = math.prod(jax.lax.axis_size(name) for name in axis_names)
     pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
-    return jax.lax.ppermute(block, axis_names, pairs)
+    with jax.named_scope("exchange/ring"):
+        return jax.lax.ppermute(block, axis_names, pairs)
 
 
 def _around(ranges: KeyRanges, first, middle, last):

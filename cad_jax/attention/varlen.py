@@ -79,7 +79,8 @@ def _run(kernel: str, direction: str, *operands):
     refusals = []
     for name, implementation in _attempts(kernel, direction):
         try:
-            return getattr(implementation, direction)(*operands)
+            with jax.named_scope(f"attention/{direction}"):
+                return getattr(implementation, direction)(*operands)
         except NotImplementedError as refusal:
             refusals.append(f"{name}: {refusal}")
     raise ValueError(

@@ -29,12 +29,14 @@ class Boundary:
     def to_next(self, x: jax.Array) -> jax.Array:
         """From every stage to the next; the last one's arrives at the first."""
         pairs = [(stage, (stage + 1) % self.stages) for stage in range(self.stages)]
-        return lax.ppermute(x, STAGE_AXIS, pairs)
+        with jax.named_scope("pipeline/send_fwd"):
+            return lax.ppermute(x, STAGE_AXIS, pairs)
 
     def to_previous(self, x: jax.Array) -> jax.Array:
         """From every stage to the one before; the first one's arrives at the last."""
         pairs = [(stage, (stage - 1) % self.stages) for stage in range(self.stages)]
-        return lax.ppermute(x, STAGE_AXIS, pairs)
+        with jax.named_scope("pipeline/send_bwd"):
+            return lax.ppermute(x, STAGE_AXIS, pairs)
 
     def own_rows(self, xs: tuple[jax.Array, ...]) -> jax.Array:
         """N arrays [T/N, E], the same on every device of a slice -> this one's slices, [N, R, E]."""

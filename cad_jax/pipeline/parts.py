@@ -28,34 +28,35 @@ class Part(NamedTuple):
         return self.run(*self.inputs)
 
 
-def beside[R](hops: Hops[R], parts: Sequence[Part], also: Any = None) -> tuple[R, list[Any], Any]:
+def beside[R](
+    hops: Hops[R], parts: Sequence[Part], also: Part | None = None
+) -> tuple[R, list[Any], Any]:
     """An exchange with each of its hops tied to its own part of the compute.
 
-    `also`: what another collective brings (a gather of weights), tied to the last part. A part
-    starts when the hop before it has arrived. Returns the exchange's result, the parts' values and
-    `also`.
+    A part begins when its hop can be sent, and the next one when both are done: barriers before and
+    after the two. `also`: another collective (a gather of weights) beside the last part. Returns
+    the exchange's result, the parts' values and that of `also`.
 
     Raises:
         ValueError: there are not as many parts as hops.
     """
-    values, parts, number = [], list(parts), 0
+    tie = lax.optimization_barrier
+    values, brought = [], None
     try:
-        received = next(hops)
-        while number < len(parts):
-            value = parts[number]()
-            if number + 1 < len(parts):
-                following = parts[number + 1]
-                tied = lax.optimization_barrier((received, value, following.inputs))
-                received, value, inputs = tied
-                parts[number + 1] = following._replace(inputs=inputs)
-            else:
-                received, value, also = lax.optimization_barrier((received, value, also))
+        send = next(hops)
+        for number, part in enumerate(parts):
+            beside_it = also if number + 1 == len(parts) else None
+            other = () if beside_it is None else beside_it.inputs
+            send, inputs, other = tie((send, part.inputs, other))
+            received = hops.send(send)
+            if beside_it is not None:
+                brought = beside_it.run(*other)
+            received, value, brought = tie((received, part.run(*inputs), brought))
             values.append(value)
-            number += 1
-            received = hops.send(received)
+            send = hops.send(received)
     except StopIteration as end:
-        if number == len(parts):
-            return end.value, values, also
+        if len(values) == len(parts):
+            return end.value, values, brought
     raise ValueError(f"an exchange must have as many hops as there are parts (= {len(parts)})")
 
 

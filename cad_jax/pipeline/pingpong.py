@@ -48,7 +48,6 @@ from cad_jax.parameters import Gather, Parallelism
 from cad_jax.pipeline.exchanges import Exchanges
 from cad_jax.pipeline.parts import Part, beside, join_rows, row_parts, split_rows
 from cad_jax.pipeline.stages import Saved
-from cad_jax.sharding import exchange
 from cad_jax.sharding.tables import Tables
 
 type Pair[X] = tuple[X, ...]  # of ping and of pong
@@ -146,9 +145,13 @@ class PingPong:
         out_shares, home_shares = (
             self.exchanges.shares(tables[0], outward) for outward in (True, False)
         )
-        (first,) = self._whole(self._pre_shards(_at(layers, 0)))
-        ping, pong = (self._pre(first, x, p) for x, p in zip(xs, positions, strict=True))
-        buffers = exchange.complete(self.exchanges.dispatch(ping, tables[0]))
+        first = self._whole(self._pre_shards(_at(layers, 0)))
+        _, *ping = self._enter(first, xs[0], positions[0])
+        buffers, parts, _ = beside(
+            self.exchanges.dispatch(ping, tables[0]),
+            row_parts(self._enter, first, (xs[1], positions[1]), out_shares),
+        )
+        _, *pong = join_rows(parts)
 
         def attention(buffers, pong, shards):
             """A layer's attentions: ping's out and lse, pong's on their way home, whole weights."""
@@ -161,7 +164,7 @@ class PingPong:
                     self.exchanges.joined(parts, buffers, out_shares), tables[0]
                 ),
                 self.exchanges.attend(pong_buffers, tables[1], outward=False),
-                also=self._whole(shards),
+                also=Part(self._whole, (shards,)),
             )
             partials = self.exchanges.joined(pong_parts, pong_buffers, home_shares)
             return home, self.exchanges.combine(partials, tables[1]), weights
@@ -182,7 +185,7 @@ class PingPong:
             return ((ping_x, pong_x), buffers, tuple(pong)), kept
 
         blocks = _halves(layers, slice(0, -1), slice(1, None))
-        (xs, buffers, pong), (inputs, saved) = lax.scan(layer, (xs, buffers, pong), blocks)
+        (xs, buffers, pong), (inputs, saved) = lax.scan(layer, (xs, buffers, tuple(pong)), blocks)
         (out, lse), returning, (weights,) = attention(
             buffers, pong, self._post_shards(_at(layers, -1))
         )
@@ -237,8 +240,8 @@ class PingPong:
                 kept,
                 (d_xs, d_outs),
                 tables,
-                before=self._whole(self._block_shards(*before)),
-                following=self._scattered(d_following),
+                before=Part(self._whole, (self._block_shards(*before),)),
+                following=Part(self._scattered, (d_following,)),
             )
             d_xs, d_outs = zip(ping, pong, strict=True)
             return (d_xs, d_outs, arrived[0], d_weights), arrived[1]
@@ -268,7 +271,7 @@ class PingPong:
             jax.tree.map(lambda a: a[0], saved),
             (d_xs, d_outs),
             tables,
-            following=self._scattered(d_weights),
+            following=Part(self._scattered, (d_weights,)),
         )
         (d_enter,) = self._scattered(d_first)
         d_post, d_pre = (
@@ -297,9 +300,9 @@ class PingPong:
         """One attention and the block before it, backward.
 
         block(weights, *operands) -> x, q, k, v of the layer, its positions the last operand; saved
-        and cotangents (of x and of attention's out) are the layer's own. before, following: what
-        other collectives bring, each beside an attention. Returns float32 gradients of the whole
-        weights, those of ping's and of pong's operands, and (before, following).
+        and cotangents (of x and of attention's out) are the layer's own. before, following: other
+        collectives, each beside an attention. Returns float32 gradients of the whole
+        weights, those of ping's and of pong's operands, and what (before, following) brought.
         """
         d_xs, d_outs = cotangents
         out_shares, home_shares = (
@@ -313,12 +316,12 @@ class PingPong:
             row_parts(again, weights, operands[1], out_shares),
         )
         _, *pong = join_rows([primal for primal, _ in pong_parts])
-        pong_buffers, parts, before = beside(
+        pong_buffers, parts, arrived = beside(
             self.exchanges.dispatch_bwd(tuple(pong), saved[1], d_outs[1], tables[1]),
             self.exchanges.attend_bwd(buffers, tables[0], outward=True),
             also=before,
         )
-        home, pong_gradients, following = beside(
+        home, pong_gradients, left = beside(
             self.exchanges.combine_bwd(
                 self.exchanges.joined_bwd(parts, buffers, out_shares), tables[0]
             ),
@@ -337,7 +340,7 @@ class PingPong:
             join_rows([tuple(d_rows) for _, *d_rows in pulled])
             for pulled in (ping_pulled, pong_pulled)
         )
-        return d_weights, (ping, pong), (before, following)
+        return d_weights, (ping, pong), (arrived, left)
 
 
 def _again(block: Callable[..., Any], weights: Any, *operands: jax.Array) -> tuple[Any, Any]:

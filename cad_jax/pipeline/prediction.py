@@ -18,7 +18,9 @@ from cad_jax.sharding.packing import FillStep, pack, pack_step
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.tasks import HeadShape, home_tasks, stage_documents, stage_lengths
 
-BACKWARD_LINEAR = 3.0  # a B tick runs its layers forward again, then two products for each
+# A B tick runs its layers forward twice, for their inputs (second halves alone, counted whole) and
+# for their gradients, then two products for each.
+BACKWARD_LINEAR = 4.0
 BACKWARD_ATTENTION = 2.5  # attention is not run again; its backward has five products for two
 
 
@@ -56,7 +58,7 @@ class StepPrediction:
     Assumed: matrix products and attention alike run at `efficiency` of the device's peak, work is
     proportional to tokens and to (query, key) pairs, and nothing else takes time: exchanges,
     transfers between stages and parameter collectives hide, the optimizer costs nothing. A B tick
-    runs its layers forward again but not their attention. Layers that stages do not divide evenly
+    runs its layers forward twice but not their attention. Layers that stages do not divide evenly
     count as the fullest stage's. Head and loss are shared by all stages and cost every B tick the
     same. Linear work is the same on every rank, padding included, and idle stages do it as well.
     """
@@ -122,7 +124,7 @@ def tick_seconds(
     return TickSeconds(
         linear_s=2 * weights / tp * tokens / rate,
         pair_s=layers * pair_flops / rate,
-        loss_s=(1 + 2) * 2 * head / tp * tokens / rate,
+        loss_s=(2 + 2) * 2 * head / tp * tokens / rate,  # logits are computed twice
     )
 
 

@@ -237,6 +237,7 @@ class _Executor:
 
     # Ticks.
 
+    @jax.named_scope("forward")
     def forward_tick(self, state: _Forward, tick: _ForwardTick) -> _Forward:
         own = self._unit(tick.table)
         enters = self._is_stage(0) & (tick.embedded >= 0)
@@ -253,6 +254,7 @@ class _Executor:
         stash = jax.tree.map(lambda buffer, new: _put(buffer, own, new), state.stash, entry)
         return _Forward(self.boundary.own_rows(xs), stash)
 
+    @jax.named_scope("backward")
     def backward_tick(
         self, forward: _Forward, state: _Backward, tick: _BackwardTick
     ) -> tuple[_Forward, _Backward]:

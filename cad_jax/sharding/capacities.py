@@ -3,6 +3,7 @@
 Shape letters: T tokens per server, S servers.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,6 +154,13 @@ def capacities_from_plans(
 
     measured = Capacities(transport, **{name: enough(name) for name in CAPACITY_FIELDS})
     return _largest([measured, home_capacities(*pool, max_document_tokens, transport)])
+
+
+def signal_capacities(capacities: Capacities) -> Capacities:
+    """The same buffers and kernels with exchanges of one unit a pair: they hold no plan that moves
+    anything, and say what a step would cost if travel were free."""
+    hops = len(capacities.dispatch_units)
+    return dataclasses.replace(capacities, dispatch_units=(1,) * hops, output_units=(1,) * hops)
 
 
 def _longest(servers: int, tokens_per_server: int, max_document_tokens: int | None) -> int:

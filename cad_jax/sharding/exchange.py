@@ -2,9 +2,10 @@
 shard_map on one rank's arrays, without a pool dim.
 
 Four phases: `dispatch_fwd` (q, k, v out), `combine_fwd` (out, lse home), `dispatch_bwd` (q, k, v,
-lse, d_out, delta out), `combine_bwd` (dq, dk, dv home). Each is a generator that stops after every
-collective with what was received and goes on with what it is sent back: the caller may tie that to
-compute in between, or run straight through (`complete`). Rows travel as UNITS of g heads in an
+lse, d_out, delta out), `combine_bwd` (dq, dk, dv home). Each is a generator that stops before every
+collective with what it will send and after it with what was received, and goes on with what it is
+given back: the caller may tie both to compute that runs meanwhile, or run straight through
+(`complete`). Rows travel as UNITS of g heads in an
 unsigned integer carrier of the element's width; float32 scalars (lse, delta: one per head) ride
 behind their unit as bit patterns, because a float carrier may quiet the bit patterns of signalling
 NaNs. Every move is a gather by index, outward and, through inverse indices, back; copies of one
@@ -35,16 +36,17 @@ _CARRIERS = {2: jnp.uint16, 4: jnp.uint32}
 # Units at hand, lane by lane: columns side by side (data, bit patterns of scalars), each of sources
 # end to end.
 type Columns = Sequence[tuple[jax.Array, ...]]
-# A phase under way: yields what each collective brought, takes it back, returns its result.
+# A phase under way: yields what each collective sends and what it brought, takes both back, returns
+# its result.
 type Hops[R] = Generator[jax.Array, jax.Array, R]
 
 
 def complete[R](hops: Hops[R]) -> R:
     """A phase run straight through: its result."""
     try:
-        received = next(hops)
+        buffer = next(hops)
         while True:
-            received = hops.send(received)
+            buffer = hops.send(buffer)
     except StopIteration as end:
         return end.value
 
@@ -226,8 +228,9 @@ def _send(
             _gather(columns, send.reshape(-1)) for columns, send in zip(at_hand, sends, strict=True)
         ]
         blocks = [x.reshape(*send.shape, x.shape[1]) for x, send in zip(units, sends, strict=True)]
+        block = yield jnp.concatenate(blocks, axis=1)[:, None]
         with jax.named_scope(f"exchange/{name}/hop{number + 1}"):
-            received = all_to_all_rows(jnp.concatenate(blocks, axis=1)[:, None], axis_names)[:, 0]
+            received = all_to_all_rows(block, axis_names)[:, 0]
         received = yield received
         at_hand, start = [], 0
         for send in sends:
@@ -247,6 +250,7 @@ def _send_back(
     units = _gather(columns, index)
     for number, hop in reversed(list(enumerate(hops))):
         send = units.reshape(hop.send.shape[0], 1, hop.send.shape[1], units.shape[1])
+        send = yield send
         with jax.named_scope(f"exchange/{name}/hop{len(hops) - number}"):
             units = all_to_all_rows(send, axis_names).reshape(units.shape)
         units = yield units

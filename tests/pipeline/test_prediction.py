@@ -18,7 +18,7 @@ TOY_MODEL = ModelShape(
 RATE = 0.5 * 1e12
 # Two layers a stage: (q, k, v, out: 16 x 96) + (3 x 16 x 32) weights each, two FLOPs a weight and token.
 LINEAR_S = 2 * 2 * (16 * 96 + 3 * 16 * 32) * 256 / RATE
-LOSS_S = 3 * 2 * 64 * 16 / 2 * 256 / RATE  # half of the head's weights, forward and twice backward
+LOSS_S = 4 * 2 * 64 * 16 / 2 * 256 / RATE  # half of the head's weights, twice each way
 PAIR_S = 2 * (4 * 4 * 8) / RATE  # two layers; four FLOPs a head, lane and pair
 # Two ranks of 256 tokens. Pairs of the documents: 256 * 257 / 2 and 128 * 129 / 2.
 LONG, SHORT = 32896, 8256
@@ -32,7 +32,7 @@ def predict(**changes):
 
 def lockstep(pairs: int) -> float:
     """Three F and three B ticks whose most loaded ranks have so many pairs in each phase."""
-    return 3.5 * pairs * PAIR_S + 3 * LINEAR_S + 3 * (3 * LINEAR_S + LOSS_S)
+    return 3.5 * pairs * PAIR_S + 3 * LINEAR_S + 3 * (4 * LINEAR_S + LOSS_S)
 
 
 def test_a_step_by_hand():
@@ -54,7 +54,7 @@ def test_a_step_by_hand():
 
     # Without a barrier. F takes a or b seconds for microbatch 0 or 1, B takes A or B.
     a, b = (LINEAR_S + pairs * PAIR_S for pairs in (uneven_home, even))
-    A, B = (3 * LINEAR_S + LOSS_S + 2.5 * pairs * PAIR_S for pairs in (uneven_home, even))
+    A, B = (4 * LINEAR_S + LOSS_S + 2.5 * pairs * PAIR_S for pairs in (uneven_home, even))
     last_stage = a + a + A + b + B  # waits for F 0, then F 0, B 0, F 1, B 1
     assert step.home.dataflow_s == pytest.approx(max(2 * a + 2 * A, last_stage) + B)
 
