@@ -39,14 +39,17 @@ def fill(
         if not lines:
             writer.writerow(columns)
         futures = {workers.submit(measure, cases[key]): key for key in missing}
-        for done, future in enumerate(as_completed(futures), 1):
-            key = futures[future]
-            lines[key] = (*key, *future.result())
-            writer.writerow(lines[key])
-            file.flush()
-            if done % progress_every == 0 or done == len(missing):
-                minutes = (time.perf_counter() - start) / 60
-                print(f"{done} of {len(missing)} after {minutes:.1f} min", flush=True)
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                key = futures[future]
+                lines[key] = (*key, *future.result())
+                writer.writerow(lines[key])
+                file.flush()
+                if done % progress_every == 0 or done == len(missing):
+                    minutes = (time.perf_counter() - start) / 60
+                    print(f"{done} of {len(missing)} after {minutes:.1f} min", flush=True)
+        finally:  # interrupted, or a case failed: do not wait for all the others
+            workers.shutdown(cancel_futures=True)
     ordered = [lines[key] for key in cases]
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([columns, *ordered])

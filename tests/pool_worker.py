@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from cad_jax.attention.strategies import make_strategy
+from cad_jax.config import RunConfig
 from cad_jax.feed import local_ranks, place_ranks, place_whole
 from cad_jax.launch import launch
 from cad_jax.model import Llama
@@ -77,6 +78,12 @@ def forward_rows(config) -> dict[int, np.ndarray]:
     }
 
 
+def pipeline_config(folder: Path, corpus: str) -> RunConfig:
+    """Two stages of two ranks: of two processes each holds a stage."""
+    config = tiny_config(folder, corpus, steps=2, overlap="pingpong")
+    return with_changes(config, mesh={"pp": 2, "dp": 2, "tp": 2})
+
+
 def refusal(config) -> str:
     """What `launch` raises; every process gets one."""
     try:
@@ -102,6 +109,7 @@ def main(folder: str, corpus: str, processes: str, coordinator: str, process_id:
         ),
     }
     (Path(folder) / f"refusals_{process_id}.json").write_text(json.dumps(refusals))
+    launch(pipeline_config(Path(folder) / "pipeline", corpus))
 
 
 if __name__ == "__main__":

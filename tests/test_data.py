@@ -199,11 +199,13 @@ def test_division_is_part_of_the_order(folder):
     states = [stream.state() for stream in (undivided, divided)]
     assert "nano_batches" not in states[0]["identity"]
     with pytest.raises(
-        ValueError, match="written with nano_batches=1 and this run has 2: set it b"
+        ValueError,
+        match="written with nano_batches=1 and this run has 2: resume with the same --overlap",
     ):
         divided.restore(states[0])
     with pytest.raises(
-        ValueError, match="written with nano_batches=2 and this run has 1: set it b"
+        ValueError,
+        match="written with nano_batches=2 and this run has 1: resume with the same --overlap",
     ):
         undivided.restore(states[1])
     undivided.restore(states[0])

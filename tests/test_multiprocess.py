@@ -16,7 +16,7 @@ from rich.console import Console
 from cad_jax.launch import launch
 from cad_jax.metrics import read_metrics
 from cad_jax.processes import ProcessConfig, start_devices
-from tests.pool_worker import forward_rows
+from tests.pool_worker import forward_rows, pipeline_config
 from tests.tiny_runs import compile_once, tiny_config, write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,3 +111,11 @@ def test_process_settings_are_checked():
         ProcessConfig(2)
     with pytest.raises(ValueError, match=r"8 devices, which --processes \(=3\) does not divide"):
         start_devices(ProcessConfig(3, "localhost:1", 0), 8, "cpu")
+
+
+def test_a_pipeline_with_a_stage_per_process_trains_alike(two, corpus, tmp_path):
+    config = pipeline_config(tmp_path, corpus)
+    launch(config, console=Console(file=io.StringIO()))
+    runs = [Path(config.folder), two / "pipeline" / "run"]
+    one, both = ([r["loss"] for r in read_metrics(folder)] for folder in runs)
+    assert len(one) == 2 and both == pytest.approx(one, rel=1e-6)

@@ -88,7 +88,7 @@ def exists(case: Case) -> bool:
 
 
 def product() -> list[Case]:
-    """Every case there is; those of one number of microbatches share their exact values."""
+    """Every case there is."""
     return [
         case
         for case in itertools.starmap(Case, itertools.product(*FACTORS.values()))
@@ -301,7 +301,7 @@ def measure(case: Case) -> Measured:
     else:
         own = plain_errors(nano_tokens, case.microbatches, case.dtype)
         allowed = {name: 2 * error for name, error in own.items()}
-    gradients = {name: error for name, error in errors.items() if name != LOSS}
-    worst = max(gradients, key=gradients.__getitem__)
-    fraction = max(error / allowed[name] for name, error in errors.items())
-    return Measured(errors[LOSS], gradients[worst], worst, fraction)
+    loss_error = errors.pop(LOSS)
+    fractions = [loss_error / allowed[LOSS], *(errors[name] / allowed[name] for name in errors)]
+    worst = list(errors)[np.argmax(list(errors.values()))]  # a NaN counts as the largest
+    return Measured(loss_error, errors[worst], worst, float(np.max(fractions)))
