@@ -82,11 +82,11 @@ def product(devices: int) -> list[Case]:
     ]
 
 
-def pairwise_cover(cases: Sequence[Case]) -> list[Case]:
+def pairwise_cover[C: tuple](cases: Sequence[C]) -> list[C]:
     """Few of the cases that hold every pair of values that any of them holds; greedy,
     deterministic."""
 
-    def pairs(case: Case) -> set:
+    def pairs(case: tuple) -> set:
         return set(itertools.combinations(enumerate(case), 2))
 
     missing = set().union(*map(pairs, cases))
