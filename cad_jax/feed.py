@@ -27,8 +27,10 @@ class StepWork(NamedTuple):
     batch: Batch
     arrays: Any
     digests: list[str]  # of the data and of each plan, equal on every process
-    home_pairs: np.ndarray  # (query, key) pairs of each server in the first plan at home
-    server_pairs: np.ndarray  # the same as the strategy spreads them, int64 [S] both
+    # (query, key) pairs of each server in the first plan (of a pipeline the busiest tick), at home and
+    # as the strategy spreads them, int64 [S] both.
+    home_pairs: np.ndarray
+    server_pairs: np.ndarray
     pairs: int  # of all microbatches and servers
     figures: dict[str, Any]  # fields of metrics.jsonl known before the step runs
     data_state: dict[str, Any]  # position of the data behind this step

@@ -107,12 +107,12 @@ class Exchanges:
         return HeadGroups.of(q.shape[1], k.shape[1], shares)
 
     def joined(self, parts: list, buffers: Sequence[jax.Array], shares) -> tuple:
-        """Values of `_attend`'s parts: a server's out and lse."""
+        """Values of `attend`'s parts: a server's out and lse."""
         join = self._groups(buffers, shares).join
         return tuple(join(x) for x in zip(*filter(None, parts), strict=True))
 
     def joined_bwd(self, parts: list, buffers: Sequence[jax.Array], shares) -> tuple:
-        """Values of `_attend_bwd`'s parts: a server's dq, dk, dv."""
+        """Values of `attend_bwd`'s parts: a server's dq, dk, dv."""
         groups = self._groups(buffers, shares)
         dq, dk, dv = zip(*filter(None, parts), strict=True)
         return groups.join(dq), groups.join_key_gradients(dk), groups.join_key_gradients(dv)

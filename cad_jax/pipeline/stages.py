@@ -50,8 +50,8 @@ class Stage(Protocol):
 
 
 class Tokens(Protocol):
-    """Rows of this rank in a step, [M, N, T/N] each, the same on all of its pp and tp devices (with
-    tokens over tp, this device's)."""
+    """Rows of this rank in a step, [M, N, T/N] each: the same on all stages and, but for tokens over
+    tp, on all of its tp devices."""
 
     @property
     def ids(self) -> jax.Array: ...  # int32
@@ -70,7 +70,7 @@ class Saved(NamedTuple):
     """What attention returned in every layer of a stage, for one nano-batch."""
 
     out: jax.Array  # [Lp, T/N, H, D], compute dtype
-    lse: jax.Array  # float32 [Lp, T/N, H]
+    lse: jax.Array  # float32 [Lp, T/N, H]; with tokens over tp a rank's rows, this device's heads
 
 
 class _ForwardTick(NamedTuple):
