@@ -18,9 +18,9 @@ import tyro
 
 from cad_jax.checkpoint import CheckpointConfig
 from cad_jax.data import DataConfig
-from cad_jax.model import Remat
 from cad_jax.model_config import LlamaConfig
 from cad_jax.optimizer import OptimizerConfig
+from cad_jax.pipeline.remat import Remat, check_remat
 from cad_jax.pipeline.schedule import Schedule, interleaved
 from cad_jax.sharding.tasks import Capacities
 
@@ -116,7 +116,9 @@ class TrainingConfig:
     seed: int = 0
     """Of the parameters at the start."""
     remat: Remat = "save_attention"
-    """What the backward pass computes again: none; all but attention and its exchanges; full."""
+    """What the backward pass computes again. none: nothing. save_attention: all but attention, its
+    exchanges, and the inputs of layers. save_stage (pipelines): those inputs as well, of which it
+    keeps a stage's alone. full: attention too."""
     max_minutes: Annotated[float | None, tyro.conf.arg(aliases=("--max-minutes",))] = None
     """Stop, with a checkpoint, after so many minutes of this process; None for no limit."""
 
@@ -193,13 +195,7 @@ class RunConfig:
                 f"training.overlap (={training.overlap}) needs attention.strategy cad or home, whose "
                 f"exchanges are placed by hand, got {strategy}; use --overlap single_stream"
             )
-        by_hand = self.nano_batches == 2 or mesh.pp > 1
-        if by_hand and training.remat != "save_attention":
-            raise ValueError(
-                f"training.remat (={training.remat}) must be save_attention with --overlap pingpong "
-                "and with pipeline stages, whose backward is written for it; leave it out, or use "
-                "--overlap single_stream and --mesh.pp 1"
-            )
+        check_remat(training.remat, mesh.pp, self.nano_batches)
         if strategy in ("native", "native_dense") and (mesh.pp > 1 or self.head_axis):
             raise ValueError(
                 f"attention.strategy (={strategy}) leaves the mesh to XLA's partitioner and needs "

@@ -12,7 +12,7 @@ Shape letters: T tokens, E embedding, H query heads, K key/value heads, D head d
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ from cad_jax.layer import Layer, project, rms_norm
 from cad_jax.model_config import LlamaConfig as LlamaConfig
 from cad_jax.model_config import RopeScaling as RopeScaling
 from cad_jax.parameters import Gather, Parallelism, describe, init
+from cad_jax.pipeline.remat import Remat
 from cad_jax.sharding.mesh import POOL_AXES
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-Remat = Literal["none", "save_attention", "full"]
 
 SAVED_NAMES = ("attention_out", "attention_lse")  # as every strategy names its residuals
 ONE_DEVICE = Parallelism()
@@ -118,7 +118,8 @@ class Llama(nnx.Module):
 
         remat: "none" keeps every intermediate; "save_attention" keeps each layer's input and
         attention's named residuals (out, lse), so that attention and its exchanges never run
-        twice; "full" keeps each layer's input alone, and runs attention again.
+        twice; "full" keeps each layer's input alone, and runs attention again ("save_stage" is
+        of pipelines).
         """
         definition, weights = nnx.split(self.layers)
 

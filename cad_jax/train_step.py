@@ -24,10 +24,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cad_jax.attention.differentiable import Settings, Way
-from cad_jax.model import Llama, LlamaConfig, Remat
+from cad_jax.model import Llama, LlamaConfig
 from cad_jax.optimizer import OptimizerConfig
 from cad_jax.parameters import Parallelism, describe, init, shardings
 from cad_jax.pipeline.pingpong import PingPong
+from cad_jax.pipeline.remat import Remat, check_remat
 from cad_jax.pipeline.schedule import Schedule
 from cad_jax.pipeline.single_stream import SingleStream
 from cad_jax.pipeline.stages import Stage, run_schedule
@@ -91,8 +92,7 @@ class TrainStep:
             a mesh that is not here.
         strategy: how attention is distributed.
         optimizer: AdamW's settings.
-        remat: what the backward pass computes again (`Llama.run_layers`); ping-pong and pipelines keep
-            "save_attention".
+        remat: what the backward pass computes again (`Llama.run_layers`, `pipeline.remat`).
         nano_strategy: the same for batches of two nano-batches, which run as ping-pong.
         schedule: of the pipeline's ticks, where pp is above 1.
         tokens_over_tp: what tp splits outside attention (`Parallelism`); the strategies must have
@@ -180,6 +180,7 @@ class TrainStep:
 
     def _check(self) -> None:
         stages = self.mesh.shape["pp"]
+        check_remat(self.remat, stages, 1 if self.nano_strategy is None else 2)
         if stages > 1 and self.strategy.way is None:
             raise ValueError(
                 f"a pipeline (mesh axis pp = {stages}) needs an attention strategy that places its "
@@ -344,10 +345,10 @@ class TrainStep:
     def _stage(self, nano_batches: int) -> Stage:
         strategy = self._strategy(nano_batches)
         if nano_batches == 2:
-            return PingPong(self.config, self.parallelism, strategy.settings)
+            return PingPong(self.config, self.parallelism, strategy.settings, self.remat)
         way = strategy.way
         assert way is not None
-        return SingleStream(self.config, self.parallelism, way, strategy.settings)
+        return SingleStream(self.config, self.parallelism, way, strategy.settings, self.remat)
 
     def _sum_replicas(self, gradients: Any) -> Any:
         """Each gradient summed over the axes its parameter is replicated on, a collective per set of axes."""

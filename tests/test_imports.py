@@ -40,7 +40,14 @@ LAYERS = (
     ("cad_jax.sharding.exchange", "cad_jax.sharding.mesh", "cad_jax.sharding.tables"),
     ("cad_jax.attention.base", "cad_jax.attention.varlen", "cad_jax.attention.kernels"),
     ("cad_jax.attention",),
-    ("cad_jax.model_config", "cad_jax.parameters", "cad_jax.layer", "cad_jax.model", "cad_jax.hf"),
+    (
+        "cad_jax.model_config",
+        "cad_jax.parameters",
+        "cad_jax.layer",
+        "cad_jax.model",
+        "cad_jax.hf",
+        "cad_jax.pipeline.remat",
+    ),
     ("cad_jax.pipeline",),
     ("cad_jax.xla_options",),
     (

@@ -18,7 +18,7 @@ from cad_jax.attention.differentiable import Settings, output_delta
 from cad_jax.attention.head_slices import heads_to_tokens, tokens_to_heads
 from cad_jax.attention.merge import merge_partials
 from cad_jax.pipeline.parts import HeadGroups, Part, padded
-from cad_jax.pipeline.stages import Saved
+from cad_jax.pipeline.remat import Saved
 from cad_jax.sharding import exchange
 from cad_jax.sharding.exchange import Hops
 from cad_jax.sharding.tables import Tables

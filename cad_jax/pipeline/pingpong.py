@@ -15,8 +15,8 @@ synchronous. An exchange of several hops meets as many parts of the compute (hea
 rows of a block), a part a hop. The backward is written by hand, because the transpose of a tie does
 not land where it hides anything. A layer's weights are gathered as one buffer beside an attention.
 
-Kept for the backward: each layer's input, out and lse; q, k and v come from the block that the
-backward runs again anyway. Servers keep nothing.
+Kept for the backward, unless `pipeline.remat` says otherwise: each layer's input, out and lse; q, k
+and v come from the block that the backward runs again anyway. Servers keep nothing.
 
 Letters: N nano-batch rows of a rank, L layers of the stage, E embedding, H query heads, K key/value
 heads, D head dim.
@@ -47,7 +47,7 @@ from cad_jax.model_config import LlamaConfig
 from cad_jax.parameters import Gather, Parallelism
 from cad_jax.pipeline.exchanges import Exchanges
 from cad_jax.pipeline.parts import Part, beside, join_rows, row_parts, split_rows
-from cad_jax.pipeline.stages import Saved
+from cad_jax.pipeline.remat import Kept, Remat, Saved, keep, with_first
 from cad_jax.sharding.tables import Tables
 
 type Pair[X] = tuple[X, ...]  # of ping and of pong
@@ -61,6 +61,7 @@ class PingPong:
     config: LlamaConfig
     parallelism: Parallelism
     settings: Settings
+    remat: Remat = "save_attention"
 
     @property
     def exchanges(self) -> Exchanges:
@@ -73,23 +74,35 @@ class PingPong:
 
     def forward(
         self, layers: Layers, xs: Pair, positions: Pair, tables: Pair[Tables]
-    ) -> tuple[Pair, Pair[Saved]]:
+    ) -> tuple[Pair, Pair[Kept]]:
         """xs [N, E], positions int32 [N] and tables of ping and pong -> the stage's outputs, and
         what their backward needs."""
-        xs, _, saved = self._forward(layers, xs, positions, tables)
-        return xs, saved
+        xs, inputs, saved = self._forward(layers, xs, positions, tables)
+        kept = zip(inputs, saved, strict=True)
+        return xs, tuple(keep(self.remat, *nano) for nano in kept)
 
     def backward(
         self,
         layers: Layers,
         xs: Pair,
-        saved: Pair[Saved],
+        kept: Pair[Kept],
         d_xs_out: Pair,
         positions: Pair,
         tables: Pair[Tables],
     ) -> tuple[Pair, Any]:
         """Cotangents of the stage's outputs -> those of its inputs `xs`, and float32 gradients like
-        `layers`. Computes each layer's input again from the saved attention outputs."""
+        `layers`."""
+        if self.remat == "full":
+            _, inputs, saved = self._forward(layers, xs, positions, tables)
+        else:
+            saved = tuple(nano.attention for nano in kept)
+            later = tuple(nano.inputs for nano in kept)
+            again = self.remat == "save_stage"
+            inputs = self._inputs(layers, xs, saved) if again else tuple(map(with_first, xs, later))
+        return self._backward(layers, inputs, saved, d_xs_out, positions, tables)
+
+    def _inputs(self, layers: Layers, xs: Pair, saved: Pair[Saved]) -> Pair:
+        """Every layer's inputs [L, N, E] again, from the stage's and the saved attention outputs."""
 
         def layer(xs: Pair, at: tuple[Layers, Pair]) -> tuple[Pair, Pair]:
             (post,), outs = self._whole(self._post_shards(at[0])), at[1]
@@ -97,8 +110,7 @@ class PingPong:
             return following, xs
 
         second_halves = {name: layers[name] for name in POST_NAMES}
-        _, inputs = lax.scan(layer, xs, (second_halves, tuple(s.out for s in saved)))
-        return self._backward(layers, inputs, saved, d_xs_out, positions, tables)
+        return lax.scan(layer, xs, (second_halves, tuple(s.out for s in saved)))[1]
 
     def apply(self, layers: Layers, xs: Pair, positions: Pair, tables: Pair[Tables]) -> Pair:
         """`forward`'s outputs as a differentiable function that keeps every layer's input."""

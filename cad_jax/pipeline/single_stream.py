@@ -1,7 +1,6 @@
 """A pipeline stage whose nano-batches run one after the other, exchanges in line with compute.
 
-The forward keeps what attention returned; the backward runs the layers again from the stage's input
-around it, so that neither a kernel nor an exchange of attention's forward ever runs twice.
+The backward runs the layers again, around what attention returned where that was kept.
 
 Letters: T tokens of a rank, N nano-batches, Lp layers of the stage on this device, E embedding,
 H query heads of this device, D head dim.
@@ -19,7 +18,7 @@ from cad_jax.attention.differentiable import Settings, Way, attend_saved
 from cad_jax.layer import Layer
 from cad_jax.model_config import LlamaConfig
 from cad_jax.parameters import Parallelism
-from cad_jax.pipeline.stages import Saved
+from cad_jax.pipeline.remat import Kept, Remat, Saved, keep, with_first
 
 Layers = Mapping[str, jax.Array]
 
@@ -28,13 +27,15 @@ Layers = Mapping[str, jax.Array]
 class SingleStream:
     """A `stages.Stage`, inside shard_map over all mesh axes.
 
-    config, parallelism: of the layers. way, settings: of the attention strategy.
+    config, parallelism: of the layers. way, settings: of the attention strategy. remat: what the
+    backward is given, and what it computes again.
     """
 
     config: LlamaConfig
     parallelism: Parallelism
     way: Way
     settings: Settings
+    remat: Remat = "save_attention"
 
     def forward(
         self,
@@ -42,23 +43,25 @@ class SingleStream:
         xs: tuple[jax.Array, ...],
         positions: tuple[jax.Array, ...],
         tables: tuple[Any, ...],
-    ) -> tuple[tuple[jax.Array, ...], tuple[Saved, ...]]:
+    ) -> tuple[tuple[jax.Array, ...], tuple[Kept, ...]]:
         """Per nano-batch: x [T/N, E] after the stage's layers, and what its backward needs."""
         done = [self._forward(layers, *nano) for nano in zip(xs, positions, tables, strict=True)]
-        return tuple(x for x, _ in done), tuple(saved for _, saved in done)
+        return tuple(x for x, *_ in done), tuple(
+            keep(self.remat, inputs, saved) for _, inputs, saved in done
+        )
 
     def backward(
         self,
         layers: Layers,
         xs: tuple[jax.Array, ...],
-        saved: tuple[Saved, ...],
+        kept: tuple[Kept, ...],
         d_xs_out: tuple[jax.Array, ...],
         positions: tuple[jax.Array, ...],
         tables: tuple[Any, ...],
     ) -> tuple[tuple[jax.Array, ...], Layers]:
         """Per nano-batch the cotangent of its input, a share of a sum over tp as `d_xs_out` is;
         float32 gradients of the layers, summed over nano-batches."""
-        nanos = zip(xs, saved, d_xs_out, positions, tables, strict=True)
+        nanos = zip(xs, kept, d_xs_out, positions, tables, strict=True)
         done = [self._backward(layers, *nano) for nano in nanos]
         total = done[0][1]
         for _, d_layers in done[1:]:
@@ -70,20 +73,23 @@ class SingleStream:
 
     def _forward(
         self, layers: Layers, x: jax.Array, positions: jax.Array, tables: Any
-    ) -> tuple[jax.Array, Saved]:
-        def step(x: jax.Array, weights: Layers) -> tuple[jax.Array, Saved]:
+    ) -> tuple[jax.Array, jax.Array, Saved]:
+        """Output of the stage, inputs of every layer [Lp, T/N, E], and what attention returned."""
+
+        def step(x: jax.Array, weights: Layers) -> tuple[jax.Array, tuple[jax.Array, Saved]]:
             layer = self._layer(weights)
             q, k, v = layer.pre_attention(x, positions)
             saved = Saved(*self.way.forward(self.settings, q, k, v, tables))
-            return layer.post_attention(x, saved.out), saved
+            return layer.post_attention(x, saved.out), (x, saved)
 
-        return lax.scan(step, x, layers)
+        x, (inputs, saved) = lax.scan(step, x, layers)
+        return x, inputs, saved
 
     def _backward(
         self,
         layers: Layers,
         x: jax.Array,
-        saved: Saved,
+        kept: Kept,
         d_x: jax.Array,
         positions: jax.Array,
         tables: Any,
@@ -100,7 +106,13 @@ class SingleStream:
             d_weights, d_x = jax.vjp(apply, weights, x)[1](d_x)
             return d_x, d_weights
 
-        inputs = self._inputs(layers, x, saved.out)
+        saved = kept.attention
+        if saved is None:
+            _, inputs, saved = self._forward(layers, x, positions, tables)
+        elif kept.inputs is None:
+            inputs = self._inputs(layers, x, saved.out)
+        else:
+            inputs = with_first(x, kept.inputs)
         return lax.scan(step, d_x, (layers, inputs, saved), reverse=True)
 
     def _inputs(self, layers: Layers, x: jax.Array, out: jax.Array) -> jax.Array:
@@ -113,4 +125,4 @@ class SingleStream:
             return x, x
 
         _, later = lax.scan(step, x, jax.tree.map(lambda a: a[:-1], (layers, out)))
-        return jnp.concatenate((x[None], later))
+        return with_first(x, later)

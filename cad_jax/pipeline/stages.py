@@ -6,9 +6,10 @@ It walks the tables of a `Schedule` and does not know which schedule they hold. 
 run the same phase, each for a microbatch of its own, so that one program with one pool of attention
 servers serves all of them; a stage without work runs on zeros, and nothing of it is kept.
 - F tick: the stage's input comes from the stage before (or from the embedding), goes into a slot of
-  the stash together with what attention returned, and the output waits for the next tick.
+  the stash together with what its backward needs, and the output waits for the next tick.
 - B tick: the loss of what the last stage finished in the F tick just before; every stage runs again
   from its slot and returns its cotangent, which travels to the stage before (or to the embedding).
+  How much it computes again is the stage's own choice (`pipeline.remat`).
 Embedding and loss are shared by all stages: x is broadcast to them.
 
 Letters: T tokens of a device, N nano-batches of a microbatch, R rows of a slice (T / (N tp), or T / N
@@ -34,16 +35,16 @@ class Stage(Protocol):
 
     layers: leaves [Lp, ...]. xs, d_xs: per nano-batch [T/N, E]; where tp devices hold the same
     tokens, cotangents are shares of a sum over tp. positions: per nano-batch int32 [T/N]. tables:
-    per nano-batch, what attention needs. saved: any pytree, the same shapes in every call.
+    per nano-batch, what attention needs. kept: any pytree, the same shapes in every call.
     d_layers: float32, like layers.
     """
 
     def forward(self, layers, xs, positions, tables) -> tuple[tuple[jax.Array, ...], Any]:
-        """Returns (xs, saved)."""
+        """Returns (xs, kept)."""
         ...
 
     def backward(
-        self, layers, xs, saved, d_xs_out, positions, tables
+        self, layers, xs, kept, d_xs_out, positions, tables
     ) -> tuple[tuple[jax.Array, ...], Any]:
         """Returns (d_xs, d_layers)."""
         ...
@@ -64,13 +65,6 @@ class Tokens(Protocol):
 
     @property
     def weights(self) -> jax.Array: ...  # float32
-
-
-class Saved(NamedTuple):
-    """What attention returned in every layer of a stage, for one nano-batch."""
-
-    out: jax.Array  # [Lp, T/N, H, D], compute dtype
-    lse: jax.Array  # float32 [Lp, T/N, H]; with tokens over tp a rank's rows, this device's heads
 
 
 class _ForwardTick(NamedTuple):

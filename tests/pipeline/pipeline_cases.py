@@ -16,6 +16,7 @@ from cad_jax.layer import rms_norm
 from cad_jax.model import Llama
 from cad_jax.parameters import Parallelism, describe
 from cad_jax.pipeline.pingpong import PingPong
+from cad_jax.pipeline.remat import Remat
 from cad_jax.pipeline.schedule import interleaved
 from cad_jax.pipeline.single_stream import SingleStream
 from cad_jax.pipeline.stages import run_schedule
@@ -47,6 +48,7 @@ class Case:
     pingpong: bool = False
     changes: dict = field(default_factory=dict)
     transport: str = "direct"
+    remat: Remat = "save_attention"
 
     def __post_init__(self):
         pp, dp, tp = self.shape
@@ -87,8 +89,9 @@ class Case:
     def stage(self):
         strategy = self.strategy
         if self.pingpong:
-            return PingPong(self.config, self.parallelism, strategy.settings)
-        return SingleStream(self.config, self.parallelism, strategy.way, strategy.settings)
+            return PingPong(self.config, self.parallelism, strategy.settings, self.remat)
+        sides = self.config, self.parallelism, strategy.way, strategy.settings
+        return SingleStream(*sides, self.remat)
 
     # Host.
 

@@ -83,8 +83,12 @@ def test_a_pipelines_checkpoint_goes_on_without_one(whole_run, corpus, tmp_path)
             r"overlap \(=pingpong\) needs attention.strategy cad or home.*single_stream",
         ),
         (
-            dict(training=dict(remat="full")),
-            r"remat \(=full\) must be save_attention.*leave it out",
+            dict(training=dict(remat="none")),
+            r"remat \(=none\) must be one of save_attention, save_stage, full for pipeline stages",
+        ),
+        (
+            dict(mesh=dict(pp=1, dp=4), training=dict(remat="full")),
+            r"remat \(=full\) must be one of save_attention for ping-pong on one stage",
         ),
         (
             dict(training=dict(tokens_per_microbatch=516)),

@@ -43,9 +43,10 @@ def oracle(params, config, x, weights, lengths):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "layers"), [("all_gather", (1, 2, 2), 3), ("cad", (2, 2, 2), 1)]
+    ("name", "shape", "layers", "remat"),
+    [("all_gather", (1, 2, 2), 3, "save_stage"), ("cad", (2, 2, 2), 2, "save_attention")],
 )
-def test_forward_and_backward_equal_plain_layers(name, shape, layers):
+def test_forward_and_backward_equal_plain_layers(name, shape, layers, remat):
     _, _, tp = shape
     config = tiny_config(num_layers=layers)
     parallelism = Parallelism(1, shape[0] * shape[1], tp)
@@ -61,7 +62,7 @@ def test_forward_and_backward_equal_plain_layers(name, shape, layers):
         kernel="reference",
         tolerance=0.0,
     )
-    stage = SingleStream(config, parallelism, strategy.way, strategy.pool.settings)
+    stage = SingleStream(config, parallelism, strategy.way, strategy.pool.settings, remat)
     # Whatever attention's forward would give, the backward has it from `saved`.
     backward_stage = dataclasses.replace(stage, way=Way(refuse, strategy.way.backward))
 

@@ -16,15 +16,18 @@ from tests import llama_oracle
 from tests.llama_cases import jit, one_device_attend
 from tests.pipeline.pipeline_cases import Case, check
 
+PINGPONG = dict(nano_batches=2, pingpong=True, tokens=128)
 CASES = (
-    ((4, 2, 1), 4, "all_gather", {}),
+    ((4, 2, 1), 4, "all_gather", dict(remat="full")),
     ((8, 1, 1), 2, "home", {}),
-    ((2, 4, 1), 1, "ring", dict(layers_each=2)),
+    ((2, 4, 1), 1, "ring", dict(layers_each=2, remat="save_stage")),
     ((4, 2, 1), 7, "cad", dict(tokens=128)),
     ((2, 1, 4), 3, "cad", dict(nano_batches=2, changes=dict(tied_embeddings=True))),
     ((1, 2, 2), 2, "ring", dict(layers_each=2)),
     ((2, 2, 2), 3, "all_gather", dict(tokens_over_tp=True)),
-    ((2, 2, 2), 3, "cad", dict(nano_batches=2, pingpong=True, tokens=128, layers_each=2)),
+    ((2, 2, 2), 3, "cad", dict(PINGPONG, layers_each=2)),
+    ((2, 2, 1), 2, "cad", dict(PINGPONG, layers_each=3, remat="save_stage")),
+    ((2, 2, 1), 2, "cad", dict(PINGPONG, layers_each=3, remat="full")),
     ((2, 2, 2), 4, "all_gather", dict(virtual_stages=2, nano_batches=2)),
     ((4, 2, 1), 8, "cad", dict(virtual_stages=2, tokens=128)),
 )
@@ -109,12 +112,33 @@ def test_idle_stages_leave_no_trace():
     check(case, case.run())
 
 
-def test_a_b_tick_holds_no_exchange_of_the_forward():
-    case = Case((2, 2, 2), 2, "cad", tokens=128, layers_each=2)
+@pytest.mark.parametrize(
+    ("remat", "phases"), [("save_attention", 2), ("save_stage", 2), ("full", 4)]
+)
+def test_a_b_tick_holds_exchanges_of_the_forward_only_where_attention_runs_again(remat, phases):
+    case = Case((2, 2, 2), 2, "cad", tokens=128, layers_each=2, remat=remat)
     values = case.inputs()
     text = case.step(values).lower(*values).as_text()
-    # Dispatch and combine of the F tick (warm-up, steady) and of the B tick (steady, drain).
-    assert text.count('"stablehlo.all_to_all"') == 2 * 2 + 2 * 2
+    # Dispatch and combine of the F tick (warm-up, steady) and those of the B tick (steady, drain).
+    assert text.count('"stablehlo.all_to_all"') == 2 * 2 + phases * 2
+
+
+def test_the_stash_holds_what_the_policy_names():
+    layers, slots = 4, 3
+    bytes_of = {}
+    for remat in ("save_attention", "save_stage", "full"):
+        case = Case((2, 1, 1), 4, "home", tokens=256, layers_each=layers, remat=remat)
+        assert case.schedule.slots == slots
+        values = case.inputs()
+        memory = case.step(values).lower(*values).compile().memory_analysis()
+        bytes_of[remat] = memory.temp_size_in_bytes
+    config, rows = case.config, case.tokens
+    inputs = slots * (layers - 1) * rows * config.embedding_dim * 4
+    attention = slots * layers * rows * config.num_q_heads * (config.head_dim + 1) * 4
+    # What a B tick computes again exists once, whatever the number of slots.
+    again = dict(inputs=inputs // slots, attention=attention // slots)
+    assert bytes_of["save_attention"] - bytes_of["save_stage"] >= inputs - again["inputs"]
+    assert bytes_of["save_stage"] - bytes_of["full"] >= attention - sum(again.values())
 
 
 @pytest.mark.parametrize(
