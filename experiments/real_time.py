@@ -12,12 +12,6 @@ with a bootstrap 95% interval of the median ratio. The CSV holds every single ti
 import argparse
 import csv
 import datetime
-import os
-import platform
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +19,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pinned_processes
+from pinned_processes import median_interval
 
 from cad_jax.attention.strategies import make_strategy
 from cad_jax.data import DataConfig, DocumentBatches, document_positions, next_token_targets
 from cad_jax.feed import local_ranks, place_ranks, place_whole
 from cad_jax.model_config import LlamaConfig
 from cad_jax.optimizer import OptimizerConfig
-from cad_jax.processes import ProcessConfig, start_devices
 from cad_jax.sharding.mesh import make_mesh
 from cad_jax.train_step import Batch, TrainStep, stack, stack_microbatches
 
-SERVERS = 2
+SERVERS = pinned_processes.PROCESSES
 FIELDS = (
     "date",
     "hardware",
@@ -81,8 +76,6 @@ def lengths_of(mix: Mix, batches: int) -> list[np.ndarray]:
 
 def worker(args: argparse.Namespace) -> None:
     """One of the two processes; process 0 writes the CSV."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[args.process_id]})
-    start_devices(ProcessConfig(SERVERS, f"localhost:{args.port}", args.process_id), SERVERS, "cpu")
     mesh = make_mesh(dp=SERVERS)
     ranks = local_ranks(mesh)
     model = LlamaConfig(
@@ -165,14 +158,6 @@ def worker(args: argparse.Namespace) -> None:
             writer.writerows(rows)
 
 
-def median_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
-    """Median with its bootstrap 95% interval."""
-    picks = np.random.default_rng(seed).integers(0, len(values), (4000, len(values)))
-    medians = np.median(values[picks], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(np.median(values)), float(low), float(high)
-
-
 def table(path: Path) -> str:
     """The Markdown table of a CSV."""
     rows = list(csv.DictReader(path.open()))
@@ -195,58 +180,17 @@ def table(path: Path) -> str:
     return "\n".join(lines)
 
 
-def hardware() -> str:
-    """The processor's name and the cores used."""
-    info = Path("/proc/cpuinfo")
-    names = [
-        line.partition(":")[2].strip()
-        for line in (info.read_text().splitlines() if info.exists() else [])
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.processor()}, {SERVERS} processes, one core each"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--batches", type=int, default=8, help="batches of each mix")
     parser.add_argument("--mix", nargs="*", choices=("equal", "stdlib", "one_long"))
     parser.add_argument("--out", default="experiments/results/real_time_cpu.csv")
-    parser.add_argument("--process-id", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--hardware", default=hardware(), help="what the CSV says of the machine")
+    pinned_processes.add_arguments(parser)
     args = parser.parse_args()
-    if args.process_id is not None:
-        worker(args)
-        return
-    if len(os.sched_getaffinity(0)) < SERVERS:
-        sys.exit(
-            f"this experiment pins {SERVERS} processes to a core each: it needs {SERVERS} cores"
-        )
-    lengths_of(Mix("stdlib", 8192, ()), 1)  # builds the token store before the clock runs
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryFile("w+") as errors:
-        children = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    *sys.argv[1:],
-                    "--process-id",
-                    str(i),
-                    "--port",
-                    str(port),
-                ],
-                stderr=errors,
-            )
-            for i in range(SERVERS)
-        ]
-        failed = any([child.wait() for child in children])
-        if failed:
-            errors.seek(0)
-            sys.exit(errors.read())
-    print(table(Path(args.out)))
+    if args.process_id is None:
+        lengths_of(Mix("stdlib", 8192, ()), 1)  # builds the token store before the clock runs
+    if pinned_processes.run(args, worker):
+        print(table(Path(args.out)))
 
 
 if __name__ == "__main__":
