@@ -1,11 +1,12 @@
 """Whole runs with pipeline stages and ping-pong: one device's losses, resumed bitwise, refused early."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cad_jax.launch import launch
+from cad_jax.launch import launch, make_run_strategies, open_data
 from tests.tiny_runs import compile_once, tiny_config, with_changes, write_corpus
 
 STEPS = 30
@@ -119,4 +120,13 @@ def test_what_does_not_fit_together_is_refused_before_anything(changes, words, c
     config = with_changes(with_changes(config, mesh=PIPELINE), **changes)
     with pytest.raises(ValueError, match=words):
         launch(config)
+    assert not Path(config.folder).exists()
+
+
+def test_capacities_that_hold_no_tick_are_refused(corpus, tmp_path):
+    config = with_changes(tiny_config(tmp_path, corpus, overlap="pingpong"), mesh=PIPELINE)
+    _, nano = make_run_strategies(config, open_data(config))
+    small = replace(nano.capacities, key_rows=16)
+    with pytest.raises(ValueError, match=r"hold at least the home plan.*key_rows.*raise them"):
+        launch(with_changes(config, attention={"capacities": small}))
     assert not Path(config.folder).exists()
