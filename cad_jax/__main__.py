@@ -1,4 +1,4 @@
-"""The command line: `cad-jax {train, plan, compile}`."""
+"""The command line: `cad-jax {train, plan, simulate, compile, profile}`."""
 
 import sys
 from collections.abc import Callable
@@ -11,12 +11,14 @@ Train language models on long, uneven documents: every rank keeps its own tokens
 is planned over all ranks so that each has the same work.
 
 commands:
-  train   train by a recipe            cad-jax train debug_cpu8
-                                       cad-jax train text_folder --data.paths 'folder/**/*.txt'
-                                       cad-jax train debug_cpu8 --attention ring --steps 10
-                                       cad-jax train debug_cpu8 --resume
-  plan    plan a list of lengths       cad-jax plan --lengths FILE --servers 8 --tokens-per-server 65536
-  compile compile for GPUs not here    cad-jax compile llama3_8b_h200 --topology h200:2x8 --lengths FILE
+  train     train by a recipe            cad-jax train debug_cpu8
+                                         cad-jax train text_folder --data.paths 'folder/**/*.txt'
+                                         cad-jax train debug_cpu8 --attention ring --steps 10
+                                         cad-jax train debug_cpu8 --resume
+  plan      plan a list of lengths       cad-jax plan --lengths FILE --servers 8 --tokens-per-server 65536
+  simulate  a step, event by event       cad-jax simulate --ranks 8 --tokens-per-rank 65536 --workload pretrain
+  compile   compile for GPUs not here    cad-jax compile llama3_8b_h200 --topology h200:2x8 --lengths FILE
+  profile   measure this device          cad-jax profile --quick --out FILE
 
 `cad-jax COMMAND --help` explains every option. Exit codes: 0 done, 1 stopped by an error of the run,
 2 the arguments or the data are wrong (the message says what, and what helps).
@@ -26,7 +28,9 @@ commands:
 COMMANDS = {
     "train": "cad_jax.train_command",
     "plan": "cad_jax.plan_command",
+    "simulate": "cad_jax.simulate_command",
     "compile": "cad_jax.compile_command",
+    "profile": "cad_jax.profile_command",
 }
 
 

@@ -17,16 +17,19 @@ SOURCES = {
     ): path
     for path in sorted(PACKAGE_DIR.rglob("*.py"))
 }
+HOST_PACKAGES = ("cad_jax.sharding.", "cad_jax.simulation.")
 DEVICE_PARTS = {f"cad_jax.sharding.{name}" for name in ("exchange", "mesh", "tables")}
 HOST_MODULES = {
-    name for name in SOURCES if name.startswith("cad_jax.sharding.") and name not in DEVICE_PARTS
+    name for name in SOURCES if name.startswith(HOST_PACKAGES) and name not in DEVICE_PARTS
 } | {
     "cad_jax.plan_report",
     "cad_jax.schedule_report",
+    "cad_jax.simulate_report",
     "cad_jax.attention.prepared",
     "cad_jax.pipeline.schedule",
     "cad_jax.pipeline.ticks",
     "cad_jax.pipeline.prediction",
+    "cad_jax.pipeline.memory",
 }
 # From the bottom up; a module imports from its own layer or from below. The longest prefix counts.
 LAYERS = (
@@ -36,7 +39,9 @@ LAYERS = (
         "cad_jax.pipeline.schedule",
         "cad_jax.pipeline.ticks",
         "cad_jax.pipeline.prediction",
+        "cad_jax.pipeline.memory",
     ),
+    ("cad_jax.simulation",),
     ("cad_jax.sharding.exchange", "cad_jax.sharding.mesh", "cad_jax.sharding.tables"),
     ("cad_jax.attention.base", "cad_jax.attention.varlen", "cad_jax.attention.kernels"),
     ("cad_jax.attention",),
@@ -64,6 +69,7 @@ LAYERS = (
         "cad_jax.plan_report",
         "cad_jax.schedule_report",
     ),
+    ("cad_jax.simulate_report",),
     ("cad_jax.prefetch", "cad_jax.processes"),
     (
         "cad_jax.topologies",
@@ -72,12 +78,19 @@ LAYERS = (
         "cad_jax.overlap",
     ),
     ("cad_jax.train_step", "cad_jax.feed"),
+    ("cad_jax.timing", "cad_jax.profiler"),
     ("cad_jax.config", "cad_jax.recipes", "cad_jax.run_folder"),
     ("cad_jax.train",),
     ("cad_jax.launch",),
     ("cad_jax.compiled_step", "cad_jax.compile_report"),
     ("cad_jax.recipe_arguments",),
-    ("cad_jax.train_command", "cad_jax.plan_command", "cad_jax.compile_command"),
+    (
+        "cad_jax.train_command",
+        "cad_jax.plan_command",
+        "cad_jax.simulate_command",
+        "cad_jax.compile_command",
+        "cad_jax.profile_command",
+    ),
     ("cad_jax.__main__",),
 )
 HEIGHT_OF_PREFIX = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cad_jax import plan_command, train_command
-from cad_jax.__main__ import main
+from cad_jax.__main__ import COMMANDS, main
 from cad_jax.model_config import RopeScaling
 from cad_jax.recipes import RECIPES
 from cad_jax.train import NonFiniteLossError
@@ -35,7 +35,7 @@ def test_help_explains_itself(capsys):
 
 def test_unknown_command(capsys):
     assert main(["simulat"]) == 2
-    assert "must be one of train, plan, compile, got 'simulat'" in capsys.readouterr().err
+    assert f"must be one of {', '.join(COMMANDS)}, got 'simulat'" in capsys.readouterr().err
 
 
 def test_train_help_lists_recipes_and_options(capsys):
@@ -187,11 +187,11 @@ def test_process_makes_its_devices_and_refuses_in_one_line(tmp_path):
 
 def test_planning_imports_no_jax():
     code = (
-        "import sys; sys.modules['jax'] = None; from cad_jax.__main__ import main; "
+        "import sys; sys.modules['jax'] = None; from cad_jax.__main__ import COMMANDS, main; "
         "sys.exit(0 if main(['--help']) == 0 and not main.__module__.startswith('jax') else 1)"
     )
     plan = (
-        "import sys; sys.modules['jax'] = None; from cad_jax.__main__ import main; "
+        "import sys; sys.modules['jax'] = None; from cad_jax.__main__ import COMMANDS, main; "
         "main(['plan', '--help'])"
     )
     for program in (code, plan):

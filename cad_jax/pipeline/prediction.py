@@ -13,23 +13,28 @@ import numpy as np
 
 from cad_jax.pipeline.schedule import IDLE, Schedule
 from cad_jax.pipeline.ticks import MicrobatchLengths, check_microbatches, compositions
-from cad_jax.sharding.cost import Device, ModelShape, attention_flops, server_loads
+from cad_jax.sharding.cost import Device, ModelShape, server_loads
+from cad_jax.sharding.cost_model import analytic
 from cad_jax.sharding.packing import FillStep, pack, pack_step
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.tasks import HeadShape, home_tasks, stage_documents, stage_lengths
 
-# A B tick runs its layers forward twice, for their inputs (second halves alone, counted whole) and
-# for their gradients, then two products for each.
-BACKWARD_LINEAR = 4.0
-BACKWARD_ATTENTION = 2.5  # attention is not run again; its backward has five products for two
-
 
 class TickSeconds(NamedTuple):
-    """Analytic seconds of one device in a tick of one virtual stage, at `efficiency` of its peak."""
+    """Seconds of one device in a tick of one virtual stage, all its layers."""
 
     linear_s: float  # forward, of T tokens
-    pair_s: float  # forward, of one (query, key) pair in all layers of the virtual stage
+    linear_backward_s: float
+    pair_s: float  # forward, of one (query, key) pair
+    pair_backward_s: float
     loss_s: float  # head and loss of one B tick, forward and backward
+
+    @property
+    def recomputing_s(self) -> float:
+        """Linear layers of a B tick that keeps the inputs of layers and what attention returned:
+        forward again, then backward.
+        """
+        return self.linear_s + self.linear_backward_s
 
 
 class WayOfPlanning(NamedTuple):
@@ -58,7 +63,7 @@ class StepPrediction:
     Assumed: matrix products and attention alike run at `efficiency` of the device's peak, work is
     proportional to tokens and to (query, key) pairs, and nothing else takes time: exchanges,
     transfers between stages and parameter collectives hide, the optimizer costs nothing. A B tick
-    runs its layers forward twice but not their attention. Layers that stages do not divide evenly
+    runs its linear layers again but not their attention. Layers that stages do not divide evenly
     count as the fullest stage's. Head and loss are shared by all stages and cost every B tick the
     same. Linear work is the same on every rank, padding included, and idle stages do it as well.
     """
@@ -108,23 +113,17 @@ def tick_seconds(
     """tokens: T, of a rank in a microbatch. Raises ValueError for a device without a published peak,
     an efficiency outside (0, 1], or heads that tp does not divide.
     """
-    if device.peak_flops is None:
-        raise ValueError(f"device {device.name} has no published peak: name another to predict for")
-    if not 0 < efficiency <= 1:
-        raise ValueError(
-            f"efficiency must be above 0 and at most 1, got {efficiency}: the fraction of the "
-            "device's peak that its kernels reach, 0.6 is usual"
-        )
+    costs = analytic(device, attention_efficiency=efficiency, linear_efficiency=efficiency)
     layers = -(-model.num_layers // (schedule.stages * schedule.virtual_stages))
-    projections = 2 * (model.num_q_heads + model.num_kv_heads) * model.head_dim
-    weights = layers * model.embedding_dim * (projections + 3 * model.ffn_dim)
-    head = model.vocab_size * model.embedding_dim / schedule.stages
-    rate = device.peak_flops * efficiency
-    pair_flops = attention_flops(device_heads(model, tp), 1)
+    heads = device_heads(model, tp)
+    head_flops = 2 * model.vocab_size * model.embedding_dim / schedule.stages / tp * tokens
+    logits_s, gradients_s = (costs.product_s(head_flops, tokens, backward=b) for b in (False, True))
     return TickSeconds(
-        linear_s=2 * weights / tp * tokens / rate,
-        pair_s=layers * pair_flops / rate,
-        loss_s=(2 + 2) * 2 * head / tp * tokens / rate,  # logits are computed twice
+        linear_s=layers * costs.linear_s(model, tokens, tp),
+        linear_backward_s=layers * costs.linear_s(model, tokens, tp, backward=True),
+        pair_s=layers * costs.pair_s(heads),
+        pair_backward_s=layers * costs.pair_s(heads, backward=True),
+        loss_s=2 * logits_s + gradients_s,  # logits are computed twice
     )
 
 
@@ -242,8 +241,8 @@ class _Walk(NamedTuple):
         """
         ticks, tick = self.schedule.ticks, self.tick
         backward = np.arange(2 * ticks) >= ticks
-        attention = pairs * tick.pair_s * np.where(backward, BACKWARD_ATTENTION, 1.0)[:, None]
-        other = np.where(backward, BACKWARD_LINEAR * tick.linear_s + tick.loss_s, tick.linear_s)
+        attention = pairs * np.where(backward, tick.pair_backward_s, tick.pair_s)[:, None]
+        other = np.where(backward, tick.recomputing_s + tick.loss_s, tick.linear_s)
         slowest = attention.max(axis=1)
         lockstep_s = float((slowest + other).sum())
         durations = attention + other[:, None]

@@ -32,7 +32,8 @@ def predict(**changes):
 
 def lockstep(pairs: int) -> float:
     """Three F and three B ticks whose most loaded ranks have so many pairs in each phase."""
-    return 3.5 * pairs * PAIR_S + 3 * LINEAR_S + 3 * (4 * LINEAR_S + LOSS_S)
+    # A B tick: linear layers again, then two products for each; attention 2.5 times its forward.
+    return 3.5 * pairs * PAIR_S + 3 * LINEAR_S + 3 * (3 * LINEAR_S + LOSS_S)
 
 
 def test_a_step_by_hand():
@@ -54,7 +55,7 @@ def test_a_step_by_hand():
 
     # Without a barrier. F takes a or b seconds for microbatch 0 or 1, B takes A or B.
     a, b = (LINEAR_S + pairs * PAIR_S for pairs in (uneven_home, even))
-    A, B = (4 * LINEAR_S + LOSS_S + 2.5 * pairs * PAIR_S for pairs in (uneven_home, even))
+    A, B = (3 * LINEAR_S + LOSS_S + 2.5 * pairs * PAIR_S for pairs in (uneven_home, even))
     last_stage = a + a + A + b + B  # waits for F 0, then F 0, B 0, F 1, B 1
     assert step.home.dataflow_s == pytest.approx(max(2 * a + 2 * A, last_stage) + B)
 

@@ -1,0 +1,221 @@
+"""What one layer asks of every rank for one nano-batch: seconds of compute and of every exchange.
+
+A strategy turns documents into `AttentionWork`; the executor runs any of them alike. Host only.
+
+Shape letters: S ranks of a pool, T tokens of a rank, n tasks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from cad_jax.sharding.cost import ModelShape, travelling_rows
+from cad_jax.sharding.cost_model import CostModel, layer_weights
+from cad_jax.sharding.plan import Plan
+from cad_jax.sharding.tasks import HOME, Q_START, Q_STOP, SERVER, Capacities, HeadShape
+
+LSE_BYTES = 4  # float32, of each row and head
+
+
+class Exchange(NamedTuple):
+    """hops: seconds of each collective, float64 [S]. bytes: on the busier side of each rank, all
+    hops together, float64 [S]."""
+
+    hops: tuple[np.ndarray, ...]
+    bytes: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWork:
+    """Core attention of one layer and nano-batch over a pool.
+
+    forward_s, backward_s: float64 [S], of each rank's kernels. dispatch, combine: exchanges before
+    and after them, forward; dispatch_backward, combine_backward: of the backward pass. group_ranks:
+    ranks of each collective. forward_steps, backward_steps: of a ring, seconds of attention in each
+    step, [S] each; all but the last lie beside a hop of the dispatch, which otherwise comes before
+    attention. query_rows, key_rows: most rows any rank holds of each.
+    """
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    dispatch: Exchange
+    combine: Exchange
+    dispatch_backward: Exchange
+    combine_backward: Exchange
+    group_ranks: int
+    query_rows: int
+    key_rows: int
+    forward_steps: tuple[np.ndarray, ...] = ()
+    backward_steps: tuple[np.ndarray, ...] = ()
+
+
+class LinearWork(NamedTuple):
+    """Linear layers of one nano-batch and layer, forward, float64 [S] each: what lies before
+    attention (its input projections) and after it. backward: its seconds over the forward's. again:
+    share of the forward that the backward pass runs once more.
+    """
+
+    before_s: np.ndarray
+    after_s: np.ndarray
+    backward: float
+    again: float
+
+    @property
+    def block_s(self) -> np.ndarray:
+        return self.before_s + self.after_s
+
+
+def linear_work(
+    model: ModelShape, costs: CostModel, tokens, tp: int, *, again: float = 0.0
+) -> LinearWork:
+    """tokens: int [S], of each rank in a nano-batch."""
+    tokens = np.asarray(tokens)
+    kinds, of = np.unique(tokens, return_inverse=True)
+    forward, backward = (
+        np.array([costs.linear_s(model, t, tp, backward=b) for t in kinds.tolist()])
+        for b in (False, True)
+    )
+    before = (
+        model.embedding_dim
+        * (model.num_q_heads + 2 * model.num_kv_heads)
+        * model.head_dim
+        / layer_weights(model)
+    )
+    ratio = float(backward.sum() / forward.sum()) if forward.sum() else 2.0
+    seconds = forward[of].reshape(tokens.shape)
+    return LinearWork(before * seconds, (1 - before) * seconds, ratio, again)
+
+
+class Wire(NamedTuple):
+    """How bytes turn into seconds for a pool whose ranks are tp devices each.
+
+    all_remote: peers in a rank's own node count as if they were in another. gather_share: of the
+    network's bandwidth that all-gathers and reduce-scatters reach.
+    """
+
+    costs: CostModel
+    servers: int
+    tp: int
+    all_remote: bool = False
+    gather_share: float = 1.0
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of this pool within one node."""
+        if self.all_remote:
+            return 1
+        return min(self.servers, max(self.costs.device.devices_per_node // self.tp, 1))
+
+    def dense_s(self, pair_bytes: float) -> float:
+        """A padded all-to-all of pair_bytes from every rank to every other."""
+        return self._seconds(
+            pair_bytes * (self.servers - self.node_ranks), pair_bytes * (self.node_ranks - 1)
+        )
+
+    def exact_s(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
+        """An all-to-all of exactly the rows needed, [S] -> [S]: the busier side of each rank, a share
+        of whose peers are in its own node.
+        """
+        most = np.maximum(sent, received)
+        peers = max(self.servers - 1, 1)
+        near = (self.node_ranks - 1) / peers
+        return np.array([self._seconds(b * (1 - near), b * near) for b in most.tolist()])
+
+    def gather_s(self, shard_bytes: float) -> float:
+        """All-gather, or reduce-scatter, of shard_bytes of every rank: what another node holds comes in
+        once a node, over the cards of all its ranks."""
+        shard, near = shard_bytes / self.gather_share, self.node_ranks
+        return self._seconds(shard * (self.servers - near) / near, shard * (self.servers - 1))
+
+    def _seconds(self, remote_bytes: float, near_bytes: float) -> float:
+        if self.servers == 1:
+            return 0.0
+        near = self.costs.transfer_s(near_bytes, within_node=True, hops=1)
+        if self.node_ranks == self.servers:
+            return near
+        far = self.costs.transfer_s(remote_bytes, within_node=False, hops=1)
+        return far if self.node_ranks == 1 else max(far, near)
+
+
+def padded_exchanges(
+    capacities: Capacities, heads: HeadShape, wire: Wire
+) -> tuple[Exchange, Exchange, Exchange, Exchange]:
+    """Dispatch, combine and those of the backward as the trainer's transports run them: every pair
+    as large as its capacity, whatever the plan needs."""
+    unit = heads.unit_heads * heads.head_dim * 2
+    wide = unit + LSE_BYTES * heads.unit_heads
+
+    def exchange(units: Sequence[int], unit_bytes: int) -> Exchange:
+        pairs = [u * unit_bytes for u in units]
+        hops = tuple(np.full(wire.servers, wire.dense_s(p)) for p in pairs)
+        return Exchange(hops, np.full(wire.servers, float(sum(pairs) * (wire.servers - 1))))
+
+    out, home = capacities.dispatch_units, tuple(reversed(capacities.output_units))
+    both = tuple(a + b for a, b in zip(out, capacities.output_units, strict=True))
+    return (
+        exchange(out, unit),
+        exchange(home, wide),
+        exchange(both, wide),
+        exchange(tuple(reversed(out)), unit),
+    )
+
+
+def exact_exchanges(
+    rows: "MovedRows", heads: HeadShape, wire: Wire
+) -> tuple[Exchange, Exchange, Exchange, Exchange]:
+    """The four exchanges where every rank sends exactly the rows needed, in one hop."""
+    q, kv = heads.q_row_bytes(), heads.kv_row_bytes()
+    scalar = LSE_BYTES * heads.num_q_heads
+
+    def exchange(q_bytes: float, kv_bytes: float, *, home: bool) -> Exchange:
+        to_server = rows.q_in * q_bytes + rows.kv_in * kv_bytes
+        from_home = rows.q_out * q_bytes + rows.kv_out * kv_bytes
+        sent, received = (to_server, from_home) if home else (from_home, to_server)
+        return Exchange((wire.exact_s(sent, received),), np.maximum(sent, received))
+
+    return (
+        exchange(q, kv, home=False),
+        exchange(q + scalar, 0, home=True),
+        exchange(3 * q + scalar, kv, home=False),  # q, out and d_out with lse
+        exchange(q, kv, home=True),
+    )
+
+
+class MovedRows(NamedTuple):
+    """Rows that go to servers in one dispatch, int64 [S] each: q_in, kv_in at the servers, q_out,
+    kv_out at the homes. Key rows once a server and document."""
+
+    q_in: np.ndarray
+    q_out: np.ndarray
+    kv_in: np.ndarray
+    kv_out: np.ndarray
+
+
+def moved_rows(plan: Plan) -> MovedRows:
+    """Rows of a plan whose documents lie end to end, or with gaps."""
+    tasks, servers = plan.tasks, plan.servers
+    moved = np.where(tasks[:, HOME] != tasks[:, SERVER], tasks[:, Q_STOP] - tasks[:, Q_START], 0)
+    rows = travelling_rows(plan.lengths, tasks, servers, plan.tokens_per_server, plan.starts)
+    q_in, q_out = (np.bincount(tasks[:, c], moved, servers) for c in (SERVER, HOME))
+    return MovedRows(q_in, q_out, rows.key_rows_in, rows.key_rows_out)
+
+
+def attention_seconds(
+    tasks: np.ndarray, servers: int, heads: HeadShape, costs: CostModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward seconds of each server, float64 [S]."""
+    forward, backward = (costs.server_s(tasks, servers, heads, backward=b) for b in (False, True))
+    return forward, backward
+
+
+def signal(work: AttentionWork, wire: Wire) -> AttentionWork:
+    """The same work with exchanges of no bytes: a collective's latency each."""
+
+    def empty(exchange: Exchange) -> Exchange:
+        hops = tuple(np.full(len(h), wire.dense_s(0.0)) for h in exchange.hops)
+        return Exchange(hops, np.zeros(len(exchange.bytes)))
+
+    names = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+    return replace(work, **{name: empty(getattr(work, name)) for name in names})
