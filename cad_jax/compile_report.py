@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from cad_jax.compiled_step import (
-    ATTENTION_EFFICIENCY,
     Report,
     compile_step,
     sample_documents,
 )
 from cad_jax.config import RunConfig
 from cad_jax.launch import PLANNED_STRATEGIES
-from cad_jax.overlap import MATMUL_EFFICIENCY, Collective
+from cad_jax.overlap import Collective
+from cad_jax.sharding.cost_model import FAST_ATTENTION_EFFICIENCY, FAST_LINEAR_EFFICIENCY
 from cad_jax.sharding.tasks import TILE_ROWS
 from cad_jax.topologies import Topology, compile_only_mesh
-from cad_jax.xla_options import GPU_OPTIONS, WITHOUT_GPU, Value, check_options
+from cad_jax.xla_options import WITHOUT_GPU, Value, check_options, gpu_options
 
 GIB = 2**30
 USABLE_MEMORY = 0.8  # of a device: the rest is the CUDA context, NCCL's buffers, fragmentation
@@ -95,9 +95,9 @@ def collectives_table(report: Report) -> Table:
         )  # fmt: skip
     device = report.topology.device
     table.caption = (
-        f"predicted: products at {MATMUL_EFFICIENCY:.0%} of {device.peak_flops or 0:.3g} FLOP/s, attention "
-        f"{report.kernel} at {ATTENTION_EFFICIENCY[report.kernel][0]:.0%} and "
-        f"{ATTENTION_EFFICIENCY[report.kernel][1]:.0%}, memory {device.memory_bytes_s / 1e12:.2f} TB/s, links "
+        f"predicted: products at {FAST_LINEAR_EFFICIENCY:.0%} of {device.peak_flops or 0:.3g} FLOP/s, attention "
+        f"{report.kernel} at {FAST_ATTENTION_EFFICIENCY[report.kernel][0]:.0%} and "
+        f"{FAST_ATTENTION_EFFICIENCY[report.kernel][1]:.0%}, memory {device.memory_bytes_s / 1e12:.2f} TB/s, links "
         f"{device.within_node_bytes_s / 1e9:.0f} GB/s within and {device.between_nodes_bytes_s / 1e9:.0f} GB/s "
         "between nodes; MiB of a device's buffer"
     )
@@ -195,7 +195,8 @@ def run(
     if json_path is not None and not json_path.parent.is_dir():
         raise ValueError(f"cannot write {json_path}: make the folder {json_path.parent} first")
     compile_only_mesh(topology, config.mesh.pp, config.mesh.dp, config.mesh.tp)
-    options = {**GPU_OPTIONS, **WITHOUT_GPU, **(extra_options or {})}
+    options = gpu_options({config.attention.asked_transport})
+    options |= {**WITHOUT_GPU, **(extra_options or {})}
     check_options(options)
     documents = [sample_documents(run_config, lengths) for run_config in runs]
     several = len(runs) > 1

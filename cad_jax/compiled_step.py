@@ -27,22 +27,13 @@ from cad_jax.pipeline.ticks import plan_step
 from cad_jax.plan_report import read_lengths
 from cad_jax.sharding.capacities import signal_capacities
 from cad_jax.sharding.cost import Device, attention_flops
+from cad_jax.sharding.cost_model import FAST_ATTENTION_EFFICIENCY, analytic
 from cad_jax.sharding.nano_batches import pack_halves
 from cad_jax.sharding.packing import pack_step
 from cad_jax.thunks import Phase, load_dump
 from cad_jax.topologies import Topology, compile_only_mesh
 from cad_jax.train_step import TickArrays, TrainStep, stack
 from cad_jax.xla_options import Value
-
-BACKWARD_FLOPS = 2.5  # over the forward's
-# Fractions of the peak, forward and backward, from published measurements of these kernels' kind on H100
-# at 16K tokens: the upper end, since fast kernels leave less to hide behind. xla: of its matmuls.
-ATTENTION_EFFICIENCY: Mapping[str, tuple[float, float]] = {
-    "triton": (0.42, 0.35),
-    "tokamax": (0.69, 0.50),
-    "xla": (0.30, 0.30),
-    "reference": (0.30, 0.30),
-}
 
 
 @dataclass(frozen=True)
@@ -241,11 +232,10 @@ def lower_step(
 
 def attention_seconds(forward_flops: int, kernel: str, device: Device) -> dict[Phase, float]:
     """Seconds of so much attention, forward and backward, at the kernel's fraction of the peak."""
-    assert device.peak_flops is not None
-    forward, backward = ATTENTION_EFFICIENCY[kernel]
+    costs = analytic(device, attention_efficiency=FAST_ATTENTION_EFFICIENCY[kernel])
     return {
-        "forward": forward_flops / (forward * device.peak_flops),
-        "backward": BACKWARD_FLOPS * forward_flops / (backward * device.peak_flops),
+        "forward": costs.attention_flops_s(forward_flops),
+        "backward": costs.attention_flops_s(forward_flops, backward=True),
     }
 
 

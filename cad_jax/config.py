@@ -77,12 +77,18 @@ class AttentionConfig:
     """auto takes the fastest that runs on the platform."""
     tolerance: float = 0.05
     """The most loaded server's work may exceed the mean by this fraction."""
-    transport: Literal["auto", "direct", "relay"] = "auto"
-    """auto takes the one with the fewest predicted seconds."""
+    transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
+    """auto takes the one with the fewest predicted seconds; ragged needs GPUs, and passes a test at the
+    start of a run or is not used."""
     capacity_plans: int = 200
     """Plans of the run's own data from which the static capacities are set."""
     capacities: tyro.conf.Suppress[Capacities | None] = None
     """Capacities instead of those."""
+
+    @property
+    def asked_transport(self) -> str:
+        """What capacities are for, where they are given; else the transport's name or auto."""
+        return self.transport if self.capacities is None else self.capacities.transport
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < math.inf:

@@ -4,6 +4,7 @@ Whatever a person can get wrong is refused here, before the first step is compil
 anything in the run folder changes.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ from cad_jax.pipeline.schedule import Schedule
 from cad_jax.pipeline.ticks import sample_ticks
 from cad_jax.prefetch import Prefetcher
 from cad_jax.processes import first_process, together
+from cad_jax.ragged_check import check_platform, proven_strategies
 from cad_jax.run_folder import CHECKPOINTS, check_folder, check_nothing_lost, open_folder
 from cad_jax.sharding.cost import DEVICES, Device, find_device
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
+from cad_jax.sharding.tasks import DENSE_TRANSPORTS
 from cad_jax.train import Loop, Outcome, StopRequest
 from cad_jax.train_step import TrainStep
-from cad_jax.xla_options import GPU_OPTIONS, check_options
+from cad_jax.xla_options import check_options, gpu_options
 
 PLANNED_STRATEGIES = ("cad", "home")  # those with capacities to set
 
@@ -51,7 +54,7 @@ def open_data(config: RunConfig) -> DocumentBatches:
 
 
 def make_run_strategies(
-    config: RunConfig, data: DocumentBatches
+    config: RunConfig, data: DocumentBatches, candidates: Sequence[str] = DENSE_TRANSPORTS
 ) -> tuple[Strategy, Strategy | None]:
     """`make_strategies` from the run's first microbatches: the same whenever it starts or resumes."""
     planned = config.attention.strategy in PLANNED_STRATEGIES
@@ -62,6 +65,7 @@ def make_run_strategies(
         data.max_document_tokens,
         device=find_device(jax.devices()[0].device_kind) or DEVICES["h200"],
         kernel=config.attention.kernel,
+        candidates=candidates,
     )
 
 
@@ -72,6 +76,7 @@ def make_strategies(
     *,
     device: Device,
     kernel: str,
+    candidates: Sequence[str] = DENSE_TRANSPORTS,
 ) -> tuple[Strategy, Strategy | None]:
     """The attention strategy of whole microbatches and, with two nano-batches, that of those; where
     no document is too long for a nano-batch, the latter is both.
@@ -81,7 +86,7 @@ def make_strategies(
         samples: document lengths of microbatches to come, by nano-batch: capacities hold the plans
             of attention.capacity_plans of them, or of a pipeline's ticks over them.
         max_document_tokens: the longest document to come.
-        device, kernel: see `make_strategy`.
+        device, kernel, candidates: see `make_strategy`.
 
     Raises:
         ValueError: heads do not divide over tp, or a sample does not fit the configuration's own
@@ -101,6 +106,7 @@ def make_strategies(
             tolerance=attention.tolerance,
             capacities=attention.capacities,
             transport=attention.transport,
+            candidates=candidates,
             sample_lengths=plans,
             kernel=kernel,
             axis_names=POOL_AXES,
@@ -157,11 +163,23 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
             "it needs: it cannot train; use --overlap pingpong, and signal with cad-jax compile"
         )
     mesh = make_mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
-    if mesh.devices.flat[0].platform == "gpu":
-        check_options(GPU_OPTIONS)
+    platform = mesh.devices.flat[0].platform
+    transport = config.attention.asked_transport
+    if config.attention.strategy in PLANNED_STRATEGIES:
+        check_platform(transport, platform)
+    if platform == "gpu":
+        check_options(gpu_options({transport}))
     first_process(lambda: check_folder(folder, resume))
     data = together(lambda: open_data(config))
-    strategy, nano_strategy = together(lambda: make_run_strategies(config, data))
+    strategy, nano_strategy = proven_strategies(
+        lambda candidates: together(lambda: make_run_strategies(config, data, candidates)),
+        mesh=mesh,
+        platform=platform,
+        transport=transport,
+        heads=config.model.head_shape(config.mesh.tp),
+        dtype=config.model.dtype,
+        say=reporter.say,
+    )
     train_step = TrainStep(
         config.model,
         mesh,

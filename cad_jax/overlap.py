@@ -6,7 +6,7 @@ free; where it ends after the compute stream reaches its done, that stream waits
 synchronous collective is exposed whole. Loop bodies are walked once, from idle links, and counted as often as
 they run.
 
-Rates are stated, not measured: matrix products at MATMUL_EFFICIENCY of the peak, everything else at its bytes
+Rates are stated, not measured: matrix products at FAST_LINEAR_EFFICIENCY of the peak, everything else at its bytes
 over the memory bandwidth, attention kernels as the caller says (a compiled program does not tell their cost),
 collectives at the bandwidth of the slowest link they need. High rates for compute are the careful side: less
 time to hide behind. Nothing is charged for launches, nor for compute that collectives slow down.
@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cad_jax.sharding.cost_model import FAST_LINEAR_EFFICIENCY, analytic
 from cad_jax.thunks import Phase, Program, Thunk, phase
 from cad_jax.topologies import Topology
 
-MATMUL_EFFICIENCY = 0.8  # large bfloat16 products reach 0.7 to 0.8 of the data sheet
 METADATA_DTYPES = ("s32", "s64")  # rows travel as floats or unsigned integers
 
 
@@ -51,13 +51,14 @@ def collective_traffic(
 ) -> Traffic:
     """What the busiest device sends.
 
-    An all-to-all sends each peer its share of the buffer, over whichever link leads there. Gathers and
+    An all-to-all sends each peer its share of the buffer, over whichever link leads there; a ragged one,
+    whose blocks a program does not tell, all of it, evenly, to the others. Gathers and
     reductions go around rings: all but one part of the buffer passes every device. Where a group
     spans nodes there are as many rings as it has members on a node, and each takes its own card out
     of the node. An all-reduce is a reduce-scatter and a gather.
 
-    buffer_bytes: the whole buffer of a device: what an all-to-all sends, a gather receives, a
-    reduction reduces.
+    buffer_bytes: the whole buffer of a device: what an all-to-all sends (a ragged one: sends or receives,
+    whichever is more, at the most), a gather receives, a reduction reduces.
     """
     worst = Traffic(0.0, 0.0)
     for group in groups:
@@ -68,7 +69,7 @@ def collective_traffic(
             here = buffer_bytes if group[0] != group[-1] else 0
             traffic = Traffic(0.0, here) if crosses else Traffic(here, 0.0)
         elif kind.endswith("all-to-all"):
-            share = buffer_bytes / ranks
+            share = buffer_bytes / max(1, ranks - (kind == "ragged-all-to-all"))
             traffic = Traffic(share * (max(on_node.values()) - 1), share * (ranks - fewest))
         else:
             passes = buffer_bytes * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
@@ -162,6 +163,7 @@ class Timeline:
     ) -> None:
         self._program = program
         self._topology = topology
+        self._costs = analytic(topology.device, linear_efficiency=FAST_LINEAR_EFFICIENCY)
         self._collectives: list[Collective] = []
         self._calls = self._attention_calls(program.thunks, _Place())
         self._attention_s = {
@@ -250,11 +252,10 @@ class Timeline:
             return sum(
                 self._compute_s(inner, self._program.role(inner), place) for inner in thunk.inside
             )
-        device = self._topology.device
-        assert device.peak_flops is not None
         flops = self._program.hlo.product_flops(instruction)
         moved = self._program.hlo.traffic_bytes(instruction)
-        return max(flops / (MATMUL_EFFICIENCY * device.peak_flops), moved / device.memory_bytes_s)
+        memory_s = moved / self._topology.device.memory_bytes_s
+        return max(self._costs.product_s(flops, 1), memory_s)
 
     def _label(self, thunk: Thunk, role: str) -> str:
         name = self._program.name(thunk)
@@ -283,11 +284,9 @@ class Timeline:
         )
         groups = program.hlo.groups(inner, program.devices)
         arrays = program.hlo.operand_arrays(inner)
-        if kind == "ragged-all-to-all":
-            arrays = arrays[
-                :1
-            ]  # the buffer that is sent; offsets and the output's old values follow
-        size = sum(a.bytes for operand in arrays for a in operand)
+        sizes = [sum(a.bytes for a in operand) for operand in arrays]
+        # A ragged one names what is sent, what is received, then sizes and offsets.
+        size = max(sizes[:2]) if kind == "ragged-all-to-all" else sum(sizes)
         return kind, size * (len(groups[0]) if kind == "all-gather" else 1), groups
 
     def _record(self, started: _Pending, place: _Place, wait_s: float, asynchronous: bool) -> None:

@@ -33,7 +33,7 @@ from cad_jax.pipeline.schedule import Schedule
 from cad_jax.pipeline.single_stream import SingleStream
 from cad_jax.pipeline.stages import Stage, run_schedule
 from cad_jax.sharding.mesh import MESH_AXES, POOL_AXES
-from cad_jax.xla_options import GPU_OPTIONS
+from cad_jax.xla_options import gpu_options
 
 SERVERS = P(None, None, POOL_AXES)  # of plan arrays
 
@@ -64,6 +64,9 @@ class TickArrays(NamedTuple):
 
 class DeviceStrategy(Protocol):
     """What the step needs of an attention strategy."""
+
+    @property
+    def transport(self) -> str | None: ...
 
     @property
     def manual_axes(self) -> tuple[str, ...]: ...
@@ -141,8 +144,13 @@ class TrainStep:
             self._step,
             donate_argnums=0,
             out_shardings=(self.state_shardings, replicated),
-            compiler_options=dict(GPU_OPTIONS) if on_gpus else None,
+            compiler_options=gpu_options(self.transports) if on_gpus else None,
         )
+
+    @property
+    def transports(self) -> set[str | None]:
+        """How the rows of its strategies travel."""
+        return {s.transport for s in (self.strategy, self.nano_strategy) if s is not None}
 
     def init(self, seed: int) -> TrainState:
         """The state before the first update: the same values on every mesh."""

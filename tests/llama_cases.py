@@ -102,6 +102,7 @@ class GatherEverything:
     """The plainest strategy: all keys to every rank. Its arrays are each token's document."""
 
     manual_axes: ClassVar[tuple[str, ...]] = ("pp", "dp", "tp")
+    transport: ClassVar[None] = None
     way: ClassVar[None] = None
     settings: ClassVar[None] = None
 
@@ -121,6 +122,7 @@ class LeaveToPartitioner:
     """The same for a step whose pp and dp belong to XLA's partitioner."""
 
     manual_axes: ClassVar[tuple[str, ...]] = ("tp",)
+    transport: ClassVar[None] = None
     way: ClassVar[None] = None
     settings: ClassVar[None] = None
 

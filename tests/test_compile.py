@@ -21,12 +21,13 @@ from cad_jax.compile_report import largest_tokens, run, with_strategy
 from cad_jax.compiled_step import Report, attention_seconds, lower_step, sample_documents
 from cad_jax.config import AttentionConfig, MeshConfig, RunConfig, TrainingConfig
 from cad_jax.model_config import LlamaConfig
-from cad_jax.overlap import MATMUL_EFFICIENCY, Prediction, Timeline
+from cad_jax.overlap import Prediction, Timeline
 from cad_jax.recipes import llama3_8b_h200
 from cad_jax.sharding.cost import DEVICES
+from cad_jax.sharding.cost_model import FAST_LINEAR_EFFICIENCY
 from cad_jax.thunks import load_dump
 from cad_jax.topologies import PLUGINS, compile_only_mesh, parse_topology
-from cad_jax.xla_options import GPU_OPTIONS, WITHOUT_GPU, check_options, parse_option
+from cad_jax.xla_options import GPU_OPTIONS, WITHOUT_GPU, check_options, gpu_options, parse_option
 from tests.compile_cases import ROWS, TRIPS, WIDTH, mixed, pingpong, ragged
 
 needs_compiler = pytest.mark.skipif(
@@ -69,7 +70,7 @@ def test_tied_exchanges_run_beside_products() -> None:
         f"exchange/{name}_fwd/hop1/all_to_all"
         for name in ("dispatch", "dispatch", "combine", "combine")
     ]
-    product_s = 2 * ROWS * WIDTH**2 / (MATMUL_EFFICIENCY * DEVICES["h200"].peak_flops)
+    product_s = 2 * ROWS * WIDTH**2 / (FAST_LINEAR_EFFICIENCY * DEVICES["h200"].peak_flops)
     exchange_s = ROWS * WIDTH * 2 / 2 / 50e9 + DEVICES["h200"].hop_latency_s  # half leaves the node
     for exchange in exchanges:
         assert exchange.asynchronous and exchange.beside_compute and exchange.is_exchange
@@ -101,8 +102,8 @@ def test_each_kind_is_found() -> None:
 
 @needs_compiler
 def test_ragged_exchanges_and_their_metadata() -> None:
-    options = dict([parse_option("xla_gpu_enable_latency_hiding_scheduler=true")])
-    found = compiled_collectives(ragged, parse_topology("h200:1x8"), {**OPTIONS, **options})
+    options = {**OPTIONS, **gpu_options({"ragged"})}
+    found = compiled_collectives(ragged, parse_topology("h200:1x8"), options)
     exchanges = [c for c in found if c.is_exchange]
     assert [(c.kind, c.phase) for c in exchanges] == [
         ("ragged-all-to-all", "forward"),
@@ -310,7 +311,8 @@ def test_strategies_on_the_command_line() -> None:
 
 
 def test_options_are_checked_against_the_installed_xla() -> None:
-    check_options(OPTIONS)
+    check_options({**OPTIONS, **gpu_options({"ragged"})})
+    assert gpu_options({"relay", None}) == GPU_OPTIONS
     with pytest.raises(
         ValueError, match=r"XLA of jaxlib .* option xla_gpu_enable_async_collectives=True"
     ):

@@ -18,7 +18,7 @@ SOURCES = {
     for path in sorted(PACKAGE_DIR.rglob("*.py"))
 }
 HOST_PACKAGES = ("cad_jax.sharding.", "cad_jax.simulation.")
-DEVICE_PARTS = {f"cad_jax.sharding.{name}" for name in ("exchange", "mesh", "tables")}
+DEVICE_PARTS = {f"cad_jax.sharding.{name}" for name in ("collectives", "exchange", "mesh", "tables")}
 HOST_MODULES = {
     name for name in SOURCES if name.startswith(HOST_PACKAGES) and name not in DEVICE_PARTS
 } | {
@@ -42,7 +42,12 @@ LAYERS = (
         "cad_jax.pipeline.memory",
     ),
     ("cad_jax.simulation",),
-    ("cad_jax.sharding.exchange", "cad_jax.sharding.mesh", "cad_jax.sharding.tables"),
+    (
+        "cad_jax.sharding.collectives",
+        "cad_jax.sharding.exchange",
+        "cad_jax.sharding.mesh",
+        "cad_jax.sharding.tables",
+    ),
     ("cad_jax.attention.base", "cad_jax.attention.varlen", "cad_jax.attention.kernels"),
     ("cad_jax.attention",),
     (
@@ -70,7 +75,7 @@ LAYERS = (
         "cad_jax.schedule_report",
     ),
     ("cad_jax.simulate_report",),
-    ("cad_jax.prefetch", "cad_jax.processes"),
+    ("cad_jax.prefetch", "cad_jax.processes", "cad_jax.ragged_check"),
     (
         "cad_jax.topologies",
         "cad_jax.scheduled_hlo",

@@ -5,8 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from cad_jax.overlap import MATMUL_EFFICIENCY, Timeline, collective_traffic
+from cad_jax.overlap import Timeline, collective_traffic
 from cad_jax.sharding.cost import DEVICES
+from cad_jax.sharding.cost_model import FAST_LINEAR_EFFICIENCY
 from cad_jax.thunks import load_program
 from cad_jax.topologies import parse_topology
 
@@ -14,7 +15,7 @@ TOPOLOGY = parse_topology("h200:2x8")
 H200 = DEVICES["h200"]
 LATENCY_S = H200.hop_latency_s
 SIZE = 4096
-MATMUL_S = 2 * SIZE**3 / (MATMUL_EFFICIENCY * H200.peak_flops)
+MATMUL_S = 2 * SIZE**3 / (FAST_LINEAR_EFFICIENCY * H200.peak_flops)
 COPY_S = 2 * 2 * SIZE**2 / H200.memory_bytes_s
 SQUARE = f"bf16[{SIZE},{SIZE}]"
 EVERYONE, PAIRS, NODES = "{}", "[8,2]<=[16]", "[2,8]<=[16]"
@@ -24,6 +25,7 @@ class Writer:
     """Writes a thunk sequence, its metadata and the HLO it belongs to. Steps are tuples:
 
     ("start", id, kind, bytes, groups)  ("done", id)  ("sync", kind, bytes, groups)
+    ("ragged", sent_bytes, received_bytes, groups)
     ("matmul",)  ("copy",)  ("attention", op_name)  ("loop", trips, [steps])  ("cond", [steps], [steps])
     """
 
@@ -65,6 +67,16 @@ class Writer:
                 f"  %{name} = u8[{size}]{{0}} {what}{suffix}(%in.{name}), replica_groups={groups}"
             )
             return line + f', metadata={{op_name="jit(f)/jvp()/exchange/{what}"}}'
+        if kind == "ragged":
+            sent, received, groups = rest
+            self._thunk(depth, "kRaggedAllToAll", "kRaggedAllToAll", name)
+            sizes = {"in": f"u8[{sent}]", "out": f"u8[{received}]", "at": "s64[8]"}
+            line = "".join(
+                f"  %{n}.{name} = {t}{{0}} constant({{...}})\n" for n, t in sizes.items()
+            )
+            operands = ", ".join(f"%{n}.{name}" for n in ("in", "out", "at", "at", "at", "at"))
+            line += f"  %{name} = {sizes['out']}{{0}} ragged-all-to-all({operands})"
+            return line + f", replica_groups={groups}"
         if kind == "done":
             self._thunk(depth, "kAsyncDone", f"async_id={rest[0]}", name)
             return f"  %{name} = u8[1]{{0}} constant(0)"
@@ -295,6 +307,26 @@ def test_what_an_all_to_all_sends(where) -> None:
     for peer in groups[0][1:]:
         sent[groups[0][0] // 8 != peer // 8] += size / len(groups[0])
     assert tuple(collective_traffic("all-to-all", size, groups, TOPOLOGY)) == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("where", GROUPS)
+def test_what_a_ragged_all_to_all_sends(where) -> None:
+    """All of the buffer, since nothing is sent to oneself."""
+    group, size = GROUPS[where][0], 960
+    sent = [0.0, 0.0]
+    for peer in group[1:]:
+        sent[group[0] // 8 != peer // 8] += size / (len(group) - 1)
+    traffic = collective_traffic("ragged-all-to-all", size, GROUPS[where], TOPOLOGY)
+    assert tuple(traffic) == pytest.approx(sent) and sum(traffic) == pytest.approx(size)
+
+
+def test_a_ragged_buffer_is_the_larger_of_both() -> None:
+    """On the way home few rows that many servers send may be much at one home."""
+    steps = [("ragged", 2**20, 2**22, NODES), ("ragged", 2**23, 2**22, NODES)]
+    home, out = predict(*steps).collectives
+    assert (home.bytes, out.bytes) == (2**22, 2**23)
+    assert out.predicted_s == pytest.approx(2**23 / H200.within_node_bytes_s + LATENCY_S)
+    assert home.is_exchange and not home.is_metadata
 
 
 def test_what_a_permute_sends() -> None:

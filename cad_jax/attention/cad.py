@@ -138,7 +138,7 @@ def core_attention_local(
             )
         arrays = jax.tree.map(lambda x: x[0], arrays)
     ranks = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
-    servers = arrays.dispatch[0].extent.shape[0]
+    servers = arrays.dispatch[0].peers
     if servers != ranks:
         raise ValueError(
             f"the plan must have as many servers as axis_names {axis_names} have ranks "

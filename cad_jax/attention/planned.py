@@ -19,7 +19,7 @@ from cad_jax.sharding.cost import exchange_s
 from cad_jax.sharding.mesh import MESH_AXES
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import plan_documents
-from cad_jax.sharding.routing import wire_bytes
+from cad_jax.sharding.routing import required_capacities, wire_bytes
 from cad_jax.sharding.tables import Tables, expand
 from cad_jax.sharding.tasks import Capacities, stage_documents, stage_lengths
 
@@ -33,6 +33,10 @@ class PlannedStrategy:
     capacities: Capacities
     tolerance: float
     max_document_tokens: int | None
+
+    @property
+    def transport(self) -> str:
+        return self.capacities.transport
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -50,10 +54,14 @@ class PlannedStrategy:
         pool, heads = self.pool, self.pool.heads
         wire = wire_bytes(self.capacities, pool.servers, heads, pool.element_bytes).forward
         seconds = exchange_s(self.capacities, heads, pool.servers, pool.device, pool.tp)
-        return (
-            f"{self.capacities.transport} transport: {wire / 2**20:,.1f} MiB on the wire per rank and "
-            f"layer forward, {1e3 * seconds:,.2f} ms predicted on {pool.device.name} in bfloat16"
+        most = "at most " if self.transport == "ragged" else ""
+        text = (
+            f"{self.transport} transport: {most}{wire / 2**20:,.1f} MiB on the wire per rank and layer "
+            f"forward, {1e3 * seconds:,.2f} ms predicted on {pool.device.name} in bfloat16"
         )
+        if pool.head_axis is not None:
+            text += f"; tokens to heads and back: {pool.head_hop_bytes() / 2**20:,.1f} MiB over tp"
+        return text
 
     def plan(self, lengths: np.ndarray, starts: np.ndarray | None = None) -> Plan:
         """The plan of documents end to end, or from `starts`: see `plan_documents`. Raises
@@ -100,15 +108,18 @@ class PlannedStrategy:
         plan_s = time.perf_counter() - start
         item = self.pool.element_bytes
         bytes_in, bytes_out = plan.bytes_in(item), plan.bytes_out(item)
-        wire = wire_bytes(self.capacities, plan.servers, plan.heads, item)
+        needed = required_capacities(plan, self.transport)
+        # Dense collectives send the capacity whatever the plan needs, a ragged one what it needs.
+        sent = needed if self.transport == "ragged" else self.capacities
+        wire = wire_bytes(sent, plan.servers, plan.heads, item)
         figures = StepFigures(
             plan_s=plan_s,
             max_over_mean_home=plan.max_over_mean_home,
             max_over_mean=plan.max_over_mean,
             exchange_bytes_mean=float(bytes_in.mean()),
             exchange_bytes_max=float(max(bytes_in.max(), bytes_out.max())),
-            wire_bytes=float(wire.forward),
-            capacity_used=plan.capacity_used(),
+            wire_bytes=float(wire.forward + self.pool.head_hop_bytes()),
+            capacity_used=self.capacities.used(needed),
             fallback_tasks=plan.fallback_tasks,
         )
         return Prepared(None, arrays, figures, plan.digest(), plan.home_loads(), plan.loads())

@@ -70,6 +70,15 @@ class Pool:
     def describe_gather(self) -> str:
         return f"every key to every rank: {self.gather_bytes() / 2**20:,.1f} MiB per rank and layer"
 
+    def head_hop_bytes(self) -> int:
+        """Bytes a device hands, in one layer's forward, to the collectives that turn tokens into heads and
+        back: its share of a rank's tokens with all heads, q, k, v and out. 0 where heads are split everywhere.
+        """
+        if self.head_axis is None:
+            return 0
+        row = 2 * self.heads.q_row_bytes(self.element_bytes)
+        return self.tokens_per_server * (row + self.heads.kv_row_bytes(self.element_bytes))
+
     def gather_bytes(self) -> int:
         """Bytes of the others' keys and values that reach every rank."""
         return (

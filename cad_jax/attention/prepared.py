@@ -17,7 +17,7 @@ class StepFigures(NamedTuple):
     max_over_mean: float  # the same as this strategy really spreads them
     exchange_bytes_mean: float  # bytes into a rank, mean over ranks
     exchange_bytes_max: float  # the worst rank's bytes in or out
-    wire_bytes: float  # bytes a rank hands to collectives, padding included
+    wire_bytes: float  # bytes a rank hands to collectives, padding and tokens-to-heads included
     capacity_used: dict[str, float]  # fraction of each capacity
     fallback_tasks: int  # tasks kept at home for want of capacity
 

@@ -26,7 +26,7 @@ from cad_jax.sharding.capacities import (
 )
 from cad_jax.sharding.cost import DEVICES, Device, choose_transport
 from cad_jax.sharding.mesh import POOL_AXES
-from cad_jax.sharding.tasks import TRANSPORT_HOPS, Capacities, HeadShape
+from cad_jax.sharding.tasks import DENSE_TRANSPORTS, Capacities, HeadShape
 
 
 class Strategy(Protocol):
@@ -36,6 +36,11 @@ class Strategy(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def transport(self) -> str | None:
+        """How planned rows travel; None where nothing is planned."""
+        ...
 
     @property
     def manual_axes(self) -> tuple[str, ...]: ...
@@ -91,6 +96,7 @@ def make_strategy(
     tolerance: float = 0.05,
     capacities: Capacities | None = None,
     transport: str = "auto",
+    candidates: Sequence[str] = DENSE_TRANSPORTS,
     sample_lengths: Sequence[np.ndarray | Sequence[np.ndarray]] = (),
     kernel: str = "auto",
     axis_names: tuple[str, ...] = POOL_AXES,
@@ -112,8 +118,9 @@ def make_strategy(
       capacities: of cad and home. Without them they hold all but one in a thousand of the plans
         for `sample_lengths`, and any home plan; without these too, they follow from the other
         arguments.
-      transport: "auto" (fewest predicted seconds) | "direct" | "relay", where capacities are not
-        given.
+      transport: "auto" (that of `candidates` with the fewest predicted seconds) | "direct" | "relay"
+        | "ragged" (GPUs only), where capacities are not given.
+      candidates: what "auto" chooses from.
       sample_lengths: document lengths of some microbatches to come, or of a pipeline's ticks, each
         a sequence of one array per stage.
       kernel: see `varlen_attention`; native runs "xla" only, native_dense has none.
@@ -166,16 +173,17 @@ def make_strategy(
             stage_tokens = pool.stage_tokens
             max_document_tokens = min(max_document_tokens or stage_tokens, stage_tokens)
         if capacities is None:
-            capacities = _first_capacities(name, pool, transport, max_document_tokens)
+            allowed = candidates if transport == "auto" else (transport,)
+            capacities = _first_capacities(name, pool, allowed, max_document_tokens)
             first = PlannedStrategy(name, pool, capacities, tolerance, max_document_tokens)
             plans = [first.plan_sample(sample) for sample in sample_lengths]
             if plans:
                 capacities = capacities_from_plans(
                     plans,
                     max_document_tokens=max_document_tokens,
-                    transport=None if transport == "auto" else transport,
                     device=device,
                     tp=tp,
+                    candidates=allowed,
                 )
         return PlannedStrategy(name, pool, capacities, tolerance, max_document_tokens)
     if name in ("all_gather", "ring"):
@@ -197,13 +205,11 @@ def make_strategy(
 
 
 def _first_capacities(
-    name: str, pool: Pool, transport: str, max_document_tokens: int | None
+    name: str, pool: Pool, candidates: Sequence[str], max_document_tokens: int | None
 ) -> Capacities:
     """From static arguments alone: roomy for cad, just enough for home."""
     shape = pool.servers, pool.tokens_per_server, pool.heads, max_document_tokens
     if name == "cad":
-        chosen = None if transport == "auto" else transport
-        return default_capacities(*shape, chosen, pool.device, pool.tp)
-    transports = TRANSPORT_HOPS if transport == "auto" else (transport,)
-    candidates = {t: home_capacities(*shape, t) for t in transports}
-    return candidates[choose_transport(candidates, pool.heads, pool.servers, pool.device, pool.tp)]
+        return default_capacities(*shape, None, pool.device, pool.tp, candidates)
+    choices = {t: home_capacities(*shape, t) for t in candidates}
+    return choices[choose_transport(choices, pool.heads, pool.servers, pool.device, pool.tp)]

@@ -32,8 +32,9 @@ def _unplanned(pool: Pool, name: str, lengths, order, arrays, start: float) -> P
     pairs = home if order is None else rank_pairs(lengths, order, pool.servers)
     gathered = float(pool.gather_bytes())
     figures = StepFigures(
-        plan_s, max_over_mean(home), max_over_mean(pairs), gathered, gathered, gathered, {}, 0
-    )
+        plan_s, max_over_mean(home), max_over_mean(pairs), gathered, gathered,
+        gathered + pool.head_hop_bytes(), {}, 0,
+    )  # fmt: skip
     return Prepared(order, arrays, figures, pool.digest(name, lengths), home, pairs)
 
 
@@ -49,6 +50,10 @@ class HeadTailStrategy:
 
     name: str
     pool: Pool
+
+    @property
+    def transport(self) -> None:
+        return None
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -112,6 +117,10 @@ class NativeStrategy:
 
     name: str
     pool: Pool
+
+    @property
+    def transport(self) -> None:
+        return None
 
     @property
     def manual_axes(self) -> tuple[str, ...]:

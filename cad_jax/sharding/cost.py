@@ -18,6 +18,7 @@ from cad_jax.sharding.tasks import (
     Q_START,
     Q_STOP,
     SERVER,
+    TRANSPORT_HOPS,
     Capacities,
     HeadShape,
     causal_pairs,
@@ -118,9 +119,14 @@ def link_bytes_s(device: Device, servers: int, tp: int = 1) -> float:
 def exchange_s(
     capacities: Capacities, heads: HeadShape, servers: int, device: Device, tp: int = 1
 ) -> float:
-    """Predicted seconds of one layer's forward exchange, bf16: wire bytes, plus latency a hop."""
+    """Predicted seconds of one layer's forward exchange, bf16: wire bytes, plus latency a hop.
+
+    A ragged collective pays it twice: it passes on its offsets first, and between nodes waits for the
+    host to read them.
+    """
     wire_s = wire_bytes(capacities, servers, heads).forward / link_bytes_s(device, servers, tp)
-    return wire_s + 2 * len(capacities.dispatch_units) * device.hop_latency_s
+    rounds = 2 if capacities.transport == "ragged" else TRANSPORT_HOPS[capacities.transport]
+    return wire_s + 2 * rounds * device.hop_latency_s
 
 
 def choose_transport(

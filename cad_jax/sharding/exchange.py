@@ -5,17 +5,17 @@ Four phases: `dispatch_fwd` (q, k, v out), `combine_fwd` (out, lse home), `dispa
 lse, d_out, delta out), `combine_bwd` (dq, dk, dv home). Each is a generator that stops before every
 collective with what it will send and after it with what was received, and goes on with what it is
 given back: the caller may tie both to compute that runs meanwhile, or run straight through
-(`complete`). Rows travel as UNITS of g heads in an
-unsigned integer carrier of the element's width; float32 scalars (lse, delta: one per head) ride
-behind their unit as bit patterns, because a float carrier may quiet the bit patterns of signalling
-NaNs. Every move is a gather by index, outward and, through inverse indices, back; copies of one
-unit are summed in float32 in a fixed order. A relay's sum takes its last hop in the gradients' own
-dtype. Slack rows of every buffer are exactly zero, whatever their sources hold.
+(`complete`). Rows travel as UNITS of g heads in an unsigned integer carrier of the element's width;
+float32 scalars (lse, delta: one per head) ride behind their unit as bit patterns, because a float
+carrier may quiet the bit patterns of signalling NaNs. Every move is a gather by index, outward and,
+through inverse indices, back; copies of one unit are summed in float32 in a fixed order. A relay's
+sum takes its last hop in the gradients' own dtype. Slack rows of every buffer are exactly zero,
+whatever their sources hold.
 
-A transport is the number and kind of hops in the arrays (`routing.TRANSPORTS` makes them);
-`all_to_all_rows` is the one place where data crosses between ranks. Phases take `skip_empty`: leave
-the collectives out at run time where nothing travels (cheap on CPU; on GPU a conditional costs a
-host round trip); such a phase runs straight through.
+A transport is the number and kind of hops in the arrays (`routes.TRANSPORTS` makes them), and
+`collectives` knows the kinds. Phases take `skip_empty`: leave the collectives out at run time where
+nothing travels (cheap on CPU; on GPU a conditional costs a host round trip); such a phase runs
+straight through.
 
 Shape letters: T tokens (rows) of a rank, H query heads, K key/value heads, D head dim, g heads of a
 unit, S servers, C units per pair, CQ and CK rows of the query and key buffer, M partial outputs, n
@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cad_jax.sharding.tables import Copies, HopTable, Tables
+from cad_jax.sharding.collectives import cross, cross_back, join, split
+from cad_jax.sharding.tables import AnyHopTable, Copies, Tables
 
 _CARRIERS = {2: jnp.uint16, 4: jnp.uint32}
 
@@ -49,23 +50,6 @@ def complete[R](hops: Hops[R]) -> R:
             buffer = hops.send(buffer)
     except StopIteration as end:
         return end.value
-
-
-def all_to_all_rows(send: jax.Array, axis_names: tuple[str, ...]) -> jax.Array:
-    """One collective over the product of `axis_names`: [S, head_slices, C, W] -> same shape, where
-    S * head_slices is the size of the axes.
-
-    The block at (s, h) goes to the rank of row-major index s * head_slices + h, and the block
-    received there is from that rank. With heads sharded over the last axis and rows over all, one
-    collective takes rows x head slice straight to (server, head slice).
-    """
-    peers, head_slices, slots, lanes = send.shape
-    ranks = math.prod(lax.axis_size(axis) for axis in axis_names)
-    assert peers * head_slices == ranks, (send.shape, axis_names, ranks)
-    if not slots:
-        return send
-    flat = send.reshape(ranks, slots, lanes)
-    return lax.all_to_all(flat, axis_names, 0, 0, tiled=True).reshape(send.shape)
 
 
 def dispatch_fwd(
@@ -181,7 +165,7 @@ def combine_bwd(
 
 
 def sum_back(received: jax.Array, back: jax.Array | Copies) -> jax.Array:
-    """Sum of the copies of each unit, in the order of the slots: [S*C, W] -> float32 [n, W]."""
+    """Sum of the copies of each unit, in the order of the slots: [slots, W] -> float32 [n, W]."""
     if not isinstance(back, Copies):
         return _take((received,), back).astype(jnp.float32)
 
@@ -216,49 +200,48 @@ def _where_anything_travels[R](
 
 
 def _send(
-    streams: Sequence[tuple[Columns, tuple[HopTable, ...]]], axis_names: tuple[str, ...], name: str
-) -> Hops[list[jax.Array]]:
-    """Units of each stream (columns, hops), all of one width W, through their hops: the units
-    received, [S*C, W] each. One collective per hop.
+    streams: Sequence[tuple[Columns, tuple[AnyHopTable, ...]]],
+    axis_names: tuple[str, ...], name: str,
+) -> Hops[list[jax.Array]]:  # fmt: skip
+    """Units of each stream (columns, hops), all of one width W, through their hops: the receive
+    buffers, [slots, W] each. One collective per hop.
     """
     at_hand = [columns for columns, _ in streams]
+    received = []
     for number in range(len(streams[0][1])):
-        sends = [hops[number].send for _, hops in streams]
+        same = [hops[number] for _, hops in streams]
         units = [
-            _gather(columns, send.reshape(-1)) for columns, send in zip(at_hand, sends, strict=True)
+            _gather(columns, hop.send.reshape(-1))
+            for columns, hop in zip(at_hand, same, strict=True)
         ]
-        blocks = [x.reshape(*send.shape, x.shape[1]) for x, send in zip(units, sends, strict=True)]
-        block = yield jnp.concatenate(blocks, axis=1)[:, None]
+        buffer = yield join(units, same)
         with jax.named_scope(f"exchange/{name}/hop{number + 1}"):
-            received = all_to_all_rows(block, axis_names)[:, 0]
-        received = yield received
-        at_hand, start = [], 0
-        for send in sends:
-            stop = start + send.shape[1]
-            at_hand.append([(received[:, start:stop].reshape(send.size, received.shape[2]),)])
-            start = stop
-    return [received for ((received,),) in at_hand]
+            buffer = cross(buffer, same, axis_names)
+        buffer = yield buffer
+        received = split(buffer, same)
+        at_hand = [[(units,)] for units in received]
+    return received
 
 
 def _send_back(
-    columns: Columns, index: jax.Array, hops: tuple[HopTable, ...],
+    columns: Columns, index: jax.Array, hops: tuple[AnyHopTable, ...],
     axis_names: tuple[str, ...], dtype: jnp.dtype, name: str,
 ) -> Hops[jax.Array]:  # fmt: skip
     """The way back: units `index` of the columns in the slots they arrived in -> what the first
-    hop's send slots get back, [S*C, W]. Ranks on the way sum copies.
+    hop's send slots get back, [slots, W]. Ranks on the way sum copies.
     """
     units = _gather(columns, index)
+    carrier = units.dtype
     for number, hop in reversed(list(enumerate(hops))):
-        send = units.reshape(hop.send.shape[0], 1, hop.send.shape[1], units.shape[1])
-        send = yield send
+        units = yield units
         with jax.named_scope(f"exchange/{name}/hop{len(hops) - number}"):
-            units = all_to_all_rows(send, axis_names).reshape(units.shape)
+            units = cross_back(units, hop, axis_names)
         units = yield units
         if number == 0:
             break
         if isinstance(hop.back, Copies):
             total = sum_back(lax.bitcast_convert_type(units, dtype), hop.back).astype(dtype)
-            units = lax.bitcast_convert_type(total, send.dtype)
+            units = lax.bitcast_convert_type(total, carrier)
         else:
             units = _take((units,), hop.back)
     return units

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cad_jax.sharding.routing import DirectRoute, RelayRoute, Routing, route
+from cad_jax.sharding.routes import RaggedRoute, Route, Slots
+from cad_jax.sharding.routing import Routing, route
 from cad_jax.sharding.tasks import (
     DOCUMENT,
     K_START,
@@ -30,13 +31,58 @@ Table = Any  # a numpy array on the host, a jax array inside the step
 
 
 class Hop(NamedTuple):
-    """One collective of an exchange. runs: int32 [S, R, 3], units of the send buffer [peers * C] <-
-    units at hand (the rank's own on the first hop, what the last hop received on the second).
+    """One collective of blocks of one size. runs: int32 [S, R, 3], units of the send buffer [peers * C]
+    <- units at hand (the rank's own on the first hop, what the last hop received on the second).
     extent: int8 [S, peers, C, 0], no elements: its shape carries C through jit.
     """
 
     runs: Table
     extent: Table
+
+    @property
+    def peers(self) -> int:
+        return self.extent.shape[-3]
+
+    @property
+    def send_slots(self) -> int:
+        return self.peers * self.extent.shape[-2]
+
+
+class Blocks(NamedTuple):
+    """The blocks of a ragged collective, in slots, int32 [S, peers] each: where the block a rank sends
+    each peer begins in its send buffer, its size, where it begins in the peer's receive buffer; and
+    where the block it receives from each peer begins in its receive buffer, its size, where it began
+    in the peer's send buffer. The last three are the first three of the way back.
+    """
+
+    send_first: Table
+    send_sizes: Table
+    lands_at: Table
+    receive_first: Table
+    receive_sizes: Table
+    came_from: Table
+
+
+class RaggedHop(NamedTuple):
+    """One ragged collective. runs: int32 [S, R, 3], units of the send buffer <- the rank's own units.
+    send_extent: int8 [S, slots, 0], receive_extent alike: their shapes carry the buffers' slots.
+    """
+
+    runs: Table
+    send_extent: Table
+    receive_extent: Table
+    blocks: Blocks
+
+    @property
+    def peers(self) -> int:
+        return self.blocks.send_sizes.shape[-1]
+
+    @property
+    def send_slots(self) -> int:
+        return self.send_extent.shape[-2]
+
+
+type AnyHop = Hop | RaggedHop
 
 
 class PlanArrays(NamedTuple):
@@ -44,7 +90,7 @@ class PlanArrays(NamedTuple):
     without it.
 
     k_lo, k_hi: int32 [S, CQ], key-buffer rows [k_lo, k_hi) each query-buffer row attends (0, 0:
-    nothing). dispatch, output: Hops of q and k/v rows, and of query-only rows (d_out outward; out
+    nothing). dispatch, output: hops of q and k/v rows, and of query-only rows (d_out outward; out
     and lse come back the same way reversed). assemble: int32 [S, R, 3], units of [query buffer |
     key buffer] <- [own q | own k/v | received]. assemble_output: units of the query buffer <- [own
     | received]. merge: int32 [S, M, R, 3], units of a home's own query rows, partial m <- [own
@@ -55,8 +101,8 @@ class PlanArrays(NamedTuple):
 
     k_lo: Table
     k_hi: Table
-    dispatch: tuple[Hop, ...]
-    output: tuple[Hop, ...]
+    dispatch: tuple[AnyHop, ...]
+    output: tuple[AnyHop, ...]
     assemble: Table
     assemble_output: Table
     merge: Table
@@ -81,6 +127,8 @@ def lay_out(plan: PlanLike, ranks: Sequence[int] | None = None) -> PlanArrays:
     local_units = tokens * (heads.q_units + heads.kv_units)
     key_base = limits.query_rows * heads.q_units
     pack = _Packer(chosen, size)
+    dispatch_slots = routing.dispatch.slots(limits.dispatch_units)
+    output_slots = routing.output.slots(limits.output_units)
 
     k_lo, k_hi = _key_ranges(plan, routing, chosen)
     arrivals = routing.dispatch.arrivals(chosen)
@@ -94,7 +142,7 @@ def lay_out(plan: PlanLike, ranks: Sequence[int] | None = None) -> PlanArrays:
         routing.query_map.lookup(arrivals.server, token) * heads.q_units,
         key_base + routing.key_map.lookup(arrivals.server, token) * heads.kv_units,
     )
-    received = arrivals.peer * limits.dispatch_units[-1] + arrivals.slot
+    received = dispatch_slots[-1].received[arrivals.server, arrivals.peer] + arrivals.slot
     assemble = pack(
         np.concatenate([query_own, key_own, arrivals.server]),
         np.concatenate(
@@ -107,7 +155,7 @@ def lay_out(plan: PlanLike, ranks: Sequence[int] | None = None) -> PlanArrays:
     arrivals = routing.output.arrivals(chosen)
     token = routing.output.traffic.token[arrivals.atom]
     target = routing.query_map.lookup(arrivals.server, token) * heads.q_units
-    received = arrivals.peer * limits.output_units[-1] + arrivals.slot
+    received = output_slots[-1].received[arrivals.server, arrivals.peer] + arrivals.slot
     assemble_output = pack(
         np.concatenate([query_own, arrivals.server]),
         np.concatenate(
@@ -122,9 +170,9 @@ def lay_out(plan: PlanLike, ranks: Sequence[int] | None = None) -> PlanArrays:
     )
     return PlanArrays(
         k_lo, k_hi,
-        _hops(routing.dispatch, chosen, limits.dispatch_units, limits.dispatch_runs, pack),
-        _hops(routing.output, chosen, limits.output_units, limits.output_runs, pack),
-        assemble, assemble_output, _merge(plan, routing, chosen, pack),
+        _hops(routing.dispatch, chosen, dispatch_slots, limits.dispatch_runs, pack),
+        _hops(routing.output, chosen, output_slots, limits.output_runs, pack),
+        assemble, assemble_output, _merge(plan, routing, chosen, output_slots[0], pack),
         np.zeros((len(chosen), limits.key_rows, 0), np.int8),
         np.zeros((len(chosen), tokens, heads.q_units, heads.kv_units, 0), np.int8),
         np.full(len(chosen), travels, np.int32),
@@ -183,26 +231,37 @@ def _own_runs(
 
 
 def _hops(
-    route_: DirectRoute | RelayRoute, chosen: np.ndarray, units: tuple[int, ...],
-    runs: tuple[int, ...], pack: _Packer,
-) -> tuple[Hop, ...]:  # fmt: skip
+    route_: Route, chosen: np.ndarray, slots: tuple[Slots, ...], runs: tuple[int, ...],
+    pack: _Packer,
+) -> tuple[AnyHop, ...]:  # fmt: skip
     servers, hops = route_.traffic.servers, []
-    for hop, (capacity, rows) in enumerate(zip(units, runs, strict=True)):
+    for hop, (at, capacity) in enumerate(zip(slots, runs, strict=True)):
         sends = route_.sends(hop, chosen)
         source = sends.source
         if sends.source_peer is not None:
-            source = source + sends.source_peer * units[hop - 1]
-        table = _stack(sends.peer * capacity + sends.slot, source, sends.units)
-        hops.append(
-            Hop(
-                pack(sends.rank, table, rows, servers * capacity),
-                np.zeros((len(chosen), servers, capacity, 0), np.int8),
+            source = source + slots[hop - 1].received[sends.rank, sends.source_peer]
+        table = _stack(at.sent[sends.rank, sends.peer] + sends.slot, source, sends.units)
+        table = pack(sends.rank, table, capacity, at.send_slots)
+        if isinstance(route_, RaggedRoute):
+            sent, received = (
+                np.zeros((len(chosen), n, 0), np.int8) for n in (at.send_slots, at.receive_slots)
             )
-        )
+            hops.append(RaggedHop(table, sent, received, _blocks(route_, at, chosen)))
+        else:
+            extent = np.zeros((len(chosen), servers, at.send_slots // servers, 0), np.int8)
+            hops.append(Hop(table, extent))
     return tuple(hops)
 
 
-def _merge(plan: PlanLike, routing: Routing, chosen: np.ndarray, pack: _Packer) -> np.ndarray:
+def _blocks(route_: RaggedRoute, at: Slots, chosen: np.ndarray) -> Blocks:
+    (pairs,) = route_.pair_units
+    tables = at.sent, pairs, at.received.T, at.received, pairs.T, at.sent.T
+    return Blocks(*(table[chosen].astype(np.int32) for table in tables))
+
+
+def _merge(
+    plan: PlanLike, routing: Routing, chosen: np.ndarray, at: Slots, pack: _Packer
+) -> np.ndarray:
     limits, tokens, per_row = plan.capacities, plan.tokens_per_server, plan.heads.q_units
     partials = routing.partials
     own = partials.home == partials.server
@@ -211,7 +270,7 @@ def _merge(plan: PlanLike, routing: Routing, chosen: np.ndarray, pack: _Packer) 
     kept = _stack(start % tokens, rows, stop - start) * per_row
     # What a home sent on the first hop of the output route comes back to the slots it left from.
     sends, traffic = routing.output.sends(0, chosen), routing.output.traffic
-    slot = sends.peer * limits.output_units[0] + sends.slot
+    slot = at.sent[sends.rank, sends.peer] + sends.slot
     returned = _stack(sends.source, limits.query_rows * per_row + slot, sends.units)
     rank = np.concatenate([home, sends.rank])
     runs = np.concatenate([kept, returned])

@@ -6,21 +6,20 @@ query and key buffer, M partial outputs, n units.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from cad_jax.sharding.layout import Hop, PlanArrays
+from cad_jax.sharding.layout import AnyHop, Blocks, PlanArrays, RaggedHop
 from cad_jax.sharding.tasks import HeadShape
 
 
 class Copies(NamedTuple):
     """Slots that carry copies of the same unit. Units are ranked by falling number of copies, so
-    that the c-th copies of all units lie in a prefix of the ranking, of at most S*C / (c + 1)
-    units: adding up all copies costs S*C log S rows, not S n.
+    that the c-th copies of all units lie in a prefix of the ranking, of at most slots / (c + 1)
+    units: adding up all copies costs slots log S rows, not S n.
 
     levels: int32 [copies, prefix] each, slot or -1. place: int32 [n], rank of each unit.
     """
@@ -37,14 +36,37 @@ class HopTable(NamedTuple):
     send: jax.Array
     back: jax.Array | Copies
 
+    @property
+    def receive_slots(self) -> int:
+        return self.send.size
+
+
+class RaggedHopTable(NamedTuple):
+    """send: int32 [n], the unit each slot of the send buffer carries, -1 for none. back: see
+    `HopTable`. receive_extent: int8 [m, 0], carries the slots of the receive buffer. blocks: int32
+    [peers] each.
+    """
+
+    send: jax.Array
+    back: jax.Array | Copies
+    receive_extent: jax.Array
+    blocks: Blocks
+
+    @property
+    def receive_slots(self) -> int:
+        return self.receive_extent.shape[0]
+
+
+type AnyHopTable = HopTable | RaggedHopTable
+
 
 class Tables(NamedTuple):
     """One rank's arrays expanded to int32 indices of units, negative where nothing is."""
 
     k_lo: jax.Array  # [CQ] rows of the key buffer [k_lo, k_hi) each query row attends
     k_hi: jax.Array
-    dispatch: tuple[HopTable, ...]
-    output: tuple[HopTable, ...]
+    dispatch: tuple[AnyHopTable, ...]
+    output: tuple[AnyHopTable, ...]
     query: jax.Array  # query buffer <- [own q | received]
     key: jax.Array  # key buffer <- [own k/v | received]
     query_out: jax.Array  # query buffer <- [own q | received output units]
@@ -88,14 +110,14 @@ def invert(index: jax.Array, length: int) -> jax.Array:
     return jnp.full((length,), -1, jnp.int32).at[target].set(positions, mode="drop")
 
 
-def find_copies(send: jax.Array, units: int) -> Copies:
-    """The copies of each of `units` units in a send table int32 [S, C]; each peer's block holds a
-    unit once at most.
+def find_copies(send: jax.Array, peers: int, units: int) -> Copies:
+    """The copies of each of `units` units in a send table int32 [slots], whose blocks for `peers` follow
+    one another; each holds a unit once at most.
     """
-    peers, slots = send.shape[0], send.size
+    slots = send.shape[0]
     if not slots:
         return Copies((jnp.zeros((1, 0), jnp.int32),), jnp.zeros((units,), jnp.int32))
-    held = jnp.where(send < 0, units, send).reshape(slots)
+    held = jnp.where(send < 0, units, send)
     order = jnp.argsort(held, stable=True).astype(jnp.int32)
     first = jnp.searchsorted(held[order], jnp.arange(units + 1, dtype=jnp.int32)).astype(jnp.int32)
     count = first[1:] - first[:-1]
@@ -130,44 +152,49 @@ def expand(arrays: PlanArrays, heads: HeadShape, tokens: int) -> Tables:
     hops = (*arrays.dispatch, *arrays.output)
     assemble, query_out, *rest = expand_runs(
         [arrays.assemble, arrays.assemble_output, *(hop.runs for hop in hops), *arrays.merge],
-        [query_units + key_units, query_units, *map(_slots, hops), *(own_q,) * len(arrays.merge)],
+        [
+            query_units + key_units,
+            query_units,
+            *(hop.send_slots for hop in hops),
+            *(own_q,) * len(arrays.merge),
+        ],
     )
     sends, merge = rest[: len(hops)], rest[len(hops) :]
     query, key = assemble[:query_units], assemble[query_units:]
-    back = invert(assemble, own + _slots(arrays.dispatch[-1]))
     first_out = len(arrays.dispatch)
+    dispatch = _hop_tables(arrays.dispatch, sends[:first_out], own, multicast=True)
+    output = _hop_tables(arrays.output, sends[first_out:], own_q, multicast=False)
+    back = invert(assemble, own + dispatch[-1].receive_slots)
     return Tables(
         k_lo=arrays.k_lo,
         k_hi=arrays.k_hi,
-        dispatch=_hop_tables(arrays.dispatch, sends[:first_out], own, multicast=True),
-        output=_hop_tables(arrays.output, sends[first_out:], own_q, multicast=False),
+        dispatch=dispatch,
+        output=output,
         query=jnp.where(query >= own, query - own_kv, query),
         key=key - own_q,
         query_out=query_out,
         own_query_back=back[:own_q],
         own_key_back=back[own_q:own] - query_units,
         received_back=back[own:],
-        output_back=invert(query_out, own_q + _slots(arrays.output[-1]))[own_q:],
+        output_back=invert(query_out, own_q + output[-1].receive_slots)[own_q:],
         merge=jnp.stack(merge).reshape(len(merge), tokens, heads.q_units),
         travels=arrays.travels,
     )
 
 
-def _slots(hop: Hop) -> int:
-    return math.prod(hop.extent.shape[:2])
-
-
 def _hop_tables(
-    hops: Sequence[Hop], sends: Sequence[jax.Array], units: int, *, multicast: bool
-) -> tuple[HopTable, ...]:
+    hops: Sequence[AnyHop], sends: Sequence[jax.Array], units: int, *, multicast: bool
+) -> tuple[AnyHopTable, ...]:
     """Tables of each hop; the last one of a multicast carries a unit to several peers. units: at
     hand on the first hop.
     """
     tables = []
-    for number, (hop, flat) in enumerate(zip(hops, sends, strict=True), start=1):
-        send = flat.reshape(hop.extent.shape[:2])
+    for number, (hop, send) in enumerate(zip(hops, sends, strict=True), start=1):
         last = number == len(hops)
-        back = find_copies(send, units) if multicast and last else invert(flat, units)
-        tables.append(HopTable(send, back))
-        units = _slots(hop)
+        back = find_copies(send, hop.peers, units) if multicast and last else invert(send, units)
+        if isinstance(hop, RaggedHop):
+            tables.append(RaggedHopTable(send, back, hop.receive_extent, hop.blocks))
+        else:
+            tables.append(HopTable(send.reshape(hop.extent.shape[:2]), back))
+        units = tables[-1].receive_slots
     return tuple(tables)

@@ -21,7 +21,8 @@ TILE_ROWS = 128  # query rows of a kernel tile: a shorter shard costs a whole ti
 TASK_FIELDS = ("document", "q_start", "q_stop", "k_start", "k_stop", "home", "server")
 NO_DOCUMENTS = np.zeros(0, np.int64)  # lengths of a stage that is idle
 DOCUMENT, Q_START, Q_STOP, K_START, K_STOP, HOME, SERVER = range(len(TASK_FIELDS))
-TRANSPORT_HOPS = {"direct": 1, "relay": 2}  # collectives one exchange takes
+TRANSPORT_HOPS = {"direct": 1, "relay": 2, "ragged": 1}  # collectives one exchange takes
+DENSE_TRANSPORTS = ("direct", "relay")  # blocks of one size, as every backend has them
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,16 @@ class HeadShape:
 class Capacities:
     """Static sizes of all that a plan fills, so that a new batch never recompiles: hard limits.
 
-    Tuples hold one value a hop. Units are exchange units (`HeadShape.unit_heads` heads of one row);
-    runs are rows of the (destination, source, units) tables.
+    Tuples hold one value a hop; units of `ragged` two, what a rank sends and what it receives. Units
+    are exchange units (`HeadShape.unit_heads` heads of one row); runs are rows of the (destination,
+    source, units) tables.
     """
 
-    transport: str  # "direct" (1 hop) | "relay" (2 hops)
+    transport: str  # "direct" (1 hop) | "relay" (2 hops) | "ragged" (1 hop)
     query_rows: int  # rows of a server's query buffer, at least T
     key_rows: int  # rows of a server's key buffer, at least min(longest document, S * T) + T
-    dispatch_units: tuple[int, ...]  # units one peer sends another, q and k/v together
-    output_units: tuple[int, ...]  # units of query-only rows (out returns, d_out goes out)
+    dispatch_units: tuple[int, ...]  # units one peer sends another, q and k/v together; ragged: all
+    output_units: tuple[int, ...]  # units of query-only rows (out returns, d_out goes out), alike
     dispatch_runs: tuple[int, ...]  # runs in a rank's send table
     output_runs: tuple[int, ...]
     assemble_runs: int  # runs in a server's assembly table, query and key buffer
@@ -98,14 +100,13 @@ class Capacities:
             raise ValueError(
                 f"transport must be one of {', '.join(TRANSPORT_HOPS)}, got {self.transport!r}"
             )
-        hops = TRANSPORT_HOPS[self.transport]
         for name, value in self.items():
             if np.any(np.asarray(value) < 0):
                 raise ValueError(f"capacity {name} must not be negative, got {value}")
-            if isinstance(value, tuple) and len(value) != hops:
+            if isinstance(value, tuple) and len(value) != len(self._parts(name)):
                 raise ValueError(
-                    f"capacity {name} needs {hops} values for transport {self.transport!r}, "
-                    f"got {value}"
+                    f"capacity {name} needs {len(self._parts(name))} values for transport "
+                    f"{self.transport!r}, got {value}"
                 )
 
     def items(self) -> list[tuple[str, int | tuple[int, ...]]]:
@@ -113,14 +114,26 @@ class Capacities:
         return [(name, getattr(self, name)) for name in CAPACITY_FIELDS]
 
     def flat(self) -> dict[str, int]:
-        """Every limit as one integer; those per hop get `_hop1`, `_hop2`."""
+        """Every limit as one integer; those of tuples get `_hop1`, `_hop2`, or `_sent`, `_received`."""
         flat = {}
         for name, value in self.items():
             if isinstance(value, tuple):
-                flat.update({f"{name}_hop{i + 1}": v for i, v in enumerate(value)})
+                parts = zip(self._parts(name), value, strict=True)
+                flat.update({f"{name}_{part}": v for part, v in parts})
             else:
                 flat[name] = value
         return flat
+
+    def used(self, needed: "Capacities") -> dict[str, float]:
+        """The fraction of each limit that `needed` states, by its flat name."""
+        wants = needed.flat()
+        return {name: wants[name] / max(limit, 1) for name, limit in self.flat().items()}
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """What the values of the tuple `name` are of."""
+        if self.transport == "ragged" and name.endswith("_units"):
+            return "sent", "received"
+        return tuple(f"hop{hop + 1}" for hop in range(TRANSPORT_HOPS[self.transport]))
 
     def holds(self, needed: "Capacities") -> bool:
         """Whether every limit is at least what `needed` states (same transport)."""

@@ -161,3 +161,42 @@ def test_native_has_no_collective_inside_a_loop() -> None:
     assert len(inside) >= 4
     assert not any(collective.search(line) for lines in inside.values() for line in lines)
     assert len(re.findall(r" all-gather(?:-start)?\(", text)) >= 2
+
+
+def figures_of(name: str, lengths, **settings):
+    shape = {"servers": 4, "tokens_per_server": 512, "heads": HEADS}
+    return make_strategy(name, **shape, **settings).prepare(np.array(lengths)).figures
+
+
+@pytest.mark.parametrize("name", ["cad", "ring"])
+def test_wire_bytes_count_turning_tokens_into_heads(name: str) -> None:
+    """A device of tp 4 holds 128 of a rank's 512 tokens with all 32 query and 8 key heads, bfloat16: q, k and v
+    leave for one slice of the heads each, out comes back."""
+    plain = figures_of(name, [1500, 0, 30], tp=4)
+    turned = figures_of(name, [1500, 0, 30], tp=4, head_axis="tp")
+    sent = 128 * (2 * 32 + 2 * 8) * 64 * 2
+    assert turned.wire_bytes - plain.wire_bytes == sent
+    assert turned._replace(wire_bytes=0, plan_s=0) == plain._replace(wire_bytes=0, plan_s=0)
+
+
+def test_ragged_figures_are_a_plans_own() -> None:
+    """Dense transports put their capacity on the wire, ragged what the plan needs: no more than a rank takes in
+    or gives out of q, k, v (dispatch) and of out with its lse (combine)."""
+    shape = {"servers": 4, "tokens_per_server": 512, "heads": HEADS}
+    for lengths in ([1500, 0, 30], [2048], [200, 200, 200]):
+        strategy = make_strategy("cad", transport="ragged", **shape)
+        figures = strategy.prepare(np.array(lengths)).figures
+        rows = strategy.plan(np.array(lengths)).travelling_rows()
+        query = rows.query_rows_in.max() * (8 * 64 * 2 + 8 * 4)
+        keys = max(rows.key_rows_in.max(), rows.key_rows_out.max()) * 2 * 2 * 64 * 2
+        assert figures.exchange_bytes_max <= figures.wire_bytes <= 2 * query + keys
+        assert figures_of("cad", lengths, transport="direct").wire_bytes > figures.wire_bytes
+    # At home the third document's 112 keys on rank 0 go to rank 1, which holds its end: nothing else moves.
+    home = figures_of("home", [200, 200, 200], transport="ragged")
+    assert home.wire_bytes == home.exchange_bytes_max == 112 * 2 * 2 * 64 * 2
+
+
+def test_ragged_is_described_as_a_bound() -> None:
+    shape = {"servers": 4, "tokens_per_server": 512, "heads": HEADS}
+    text = make_strategy("cad", transport="ragged", head_axis="tp", tp=4, **shape).describe()
+    assert text.startswith("ragged transport: at most ") and "; tokens to heads and back: " in text

@@ -20,7 +20,7 @@ from cad_jax.model_config import LlamaConfig
 from cad_jax.overlap import Collective
 from cad_jax.pipeline import parts, pingpong
 from cad_jax.topologies import PLUGINS, parse_topology
-from cad_jax.xla_options import GPU_OPTIONS, WITHOUT_GPU
+from cad_jax.xla_options import WITHOUT_GPU, gpu_options
 
 pytestmark = [
     pytest.mark.skipif(
@@ -37,7 +37,7 @@ WEIGHTS = {"forward": ("gather",), "backward": ("gather", "scatter")}
 
 
 def make_config(
-    mesh: MeshConfig, transport: Literal["direct", "relay"], microbatches: int = 1
+    mesh: MeshConfig, transport: Literal["direct", "relay", "ragged"], microbatches: int = 1
 ) -> RunConfig:
     """As many heads as Llama 3 8B, so that every device of tp 8 has one key head; all else is small."""
     model = LlamaConfig(
@@ -79,7 +79,7 @@ def lengths(tmp_path_factory):
 
 def compiled_collectives(config: RunConfig, lengths) -> list[Collective]:
     documents = sample_documents(config, lengths)
-    options = {**GPU_OPTIONS, **WITHOUT_GPU}
+    options = {**gpu_options({config.attention.transport}), **WITHOUT_GPU}
     return compile_step(config, TOPOLOGY, documents, options).prediction.collectives
 
 
@@ -156,6 +156,30 @@ def test_every_exchange_runs_beside_compute(config, hops, loops, lengths) -> Non
     bodies = layer_loops(collectives).values()
     assert sorted(next(c.phase for c in body if c.is_exchange) for body in bodies) == loops
     assert violations(collectives, hops) == []
+
+
+def test_every_ragged_exchange_runs_beside_compute(lengths) -> None:
+    """One collective an exchange, whole across both nodes, in the order of pingpong's table. XLA drops the scopes
+    of ragged collectives: those of a loop are told apart by their order."""
+    collectives = compiled_collectives(make_config(MeshConfig(dp=16), "ragged"), lengths)
+    exchanges = [c for c in collectives if c.is_exchange]
+    assert {c.kind for c in exchanges} == {"ragged-all-to-all"}
+    assert not any(c.is_metadata for c in collectives)
+    assert all(scope(c).startswith("weights/") for c in collectives if c.kind == "all-gather")
+    assert [c for c in exchanges if not (c.asynchronous and partners(c))] == []
+    beside = {
+        "forward": ["attention", "attention", "matmul", "matmul"],
+        "backward": ["matmul", "attention", "attention", "matmul"],
+    }
+    bodies = layer_loops(collectives).values()
+    for body in bodies:
+        carried = [c for c in body if c.is_exchange]
+        assert [sorted(partners(c)) for c in carried] == [[p] for p in beside[body[0].phase]]
+        weights = [c for c in body if scope(c).startswith("weights/")]
+        assert all(c.asynchronous and "attention" in partners(c) for c in weights)
+    assert sorted(body[0].phase for body in bodies) == ["backward", "forward"]
+    # Outside the loops: the first dispatch and the last layer's three exchanges, forward and backward.
+    assert len(exchanges) == 4 * 4 and sum(not c.in_loop for c in exchanges) == 2 * 4
 
 
 def test_an_untied_phase_is_caught(lengths, monkeypatch) -> None:

@@ -13,7 +13,7 @@ from cad_jax.sharding.cost import (
     max_over_mean,
     model_shape,
 )
-from cad_jax.sharding.tasks import TRANSPORT_HOPS, Capacities, HeadShape
+from cad_jax.sharding.tasks import DENSE_TRANSPORTS, TRANSPORT_HOPS, Capacities, HeadShape
 
 
 def test_attention_flops_are_two_matmuls():
@@ -55,6 +55,10 @@ def test_an_exchange_takes_its_wire_bytes_over_the_link_and_latency_a_hop():
     wire = 4 * (7 * 64 + 11 * (64 + 8))  # lse travels with the output, four bytes a head
     seconds = wire / h200.within_node_bytes_s + 4 * h200.hop_latency_s
     assert exchange_s(capacities, heads, 4, h200) == pytest.approx(seconds)
+    ragged = Capacities("ragged", 8, 8, (3, 4), (6, 5), (1,), (1,), 1, 1, 1)
+    wire = 4 * 64 + 6 * (64 + 8)
+    seconds = wire / h200.between_nodes_bytes_s + 4 * h200.hop_latency_s  # offsets travel first
+    assert exchange_s(ragged, heads, 4, h200, tp=4) == pytest.approx(seconds)
     assert link_bytes_s(h200, 8) == h200.within_node_bytes_s
     assert link_bytes_s(h200, 4, tp=4) == h200.between_nodes_bytes_s
 
@@ -64,11 +68,27 @@ def test_small_pools_exchange_directly_and_large_ones_by_relay():
 
     def chosen(servers):
         candidates = {
-            t: default_capacities(servers, 65536, heads, 131072, t) for t in TRANSPORT_HOPS
+            t: default_capacities(servers, 65536, heads, 131072, t) for t in DENSE_TRANSPORTS
         }
         return choose_transport(candidates, heads, servers)
 
     assert [chosen(s) for s in (1, 2, 8, 32, 64)] == ["direct"] * 2 + ["relay"] * 3
+
+
+def test_ragged_is_chosen_where_it_is_a_candidate_and_sends_least():
+    heads, h200 = HeadShape(8, 2, 64), DEVICES["h200"]
+    units = {"direct": (10**6,), "relay": (4 * 10**5, 3 * 10**5), "ragged": (10**6, 5 * 10**6)}
+
+    def chosen(servers, *transports):
+        candidates = {
+            t: Capacities(t, 8, 8, units[t], units[t], *[(1,) * TRANSPORT_HOPS[t]] * 2, 1, 1, 1)
+            for t in transports
+        }
+        return choose_transport(candidates, heads, servers, h200)
+
+    assert chosen(8, *TRANSPORT_HOPS) == "ragged"  # 5e6 units against 8 x 7e5
+    assert chosen(8, *DENSE_TRANSPORTS) == "relay"
+    assert chosen(4, *TRANSPORT_HOPS) == "relay"
 
 
 def test_max_over_mean_without_work_is_one():

@@ -199,7 +199,7 @@ def test_home_plans_of_stages_never_exceed_the_floor(stages, ranks, tokens, head
         of_stage.append(np.array(lengths, np.int64))
     lengths, starts = stage_documents(of_stage, room)
     shape, servers = HeadShape(*heads, 8), stages * ranks
-    for transport in ("direct", "relay"):
+    for transport in ("direct", "relay", "ragged"):
         floor = home_capacities(servers, tokens, shape, longest, transport)
         plan = home_plan(
             lengths, servers=servers, tokens_per_server=tokens, heads=shape, capacities=floor,

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cad_jax.sharding.layout import lay_out
+from cad_jax.sharding.layout import RaggedHop, lay_out
 from cad_jax.sharding.routing import TRANSPORTS
 from cad_jax.sharding.tasks import HeadShape
 from tests.sharding.plan_cases import expected_buffers, plan_of, random_plan
@@ -34,15 +34,48 @@ def gather(values, index):
     return np.append(values, 0)[index]  # -1 picks the 0
 
 
+def across(hop, send):
+    """What every rank receives of the ranks' send buffers."""
+    if isinstance(hop, RaggedHop):
+        blocks = hop.blocks
+        slots = hop.receive_extent.shape[1]
+        return push(send, slots, blocks.send_first, blocks.send_sizes, blocks.lands_at)
+    peers, capacity = hop.extent.shape[1:3]
+    return send.reshape(peers, peers, capacity).swapaxes(0, 1).reshape(peers, -1)
+
+
+def back_across(hop, received):
+    """What every rank's send buffer gets back, in the slots it sent from."""
+    if isinstance(hop, RaggedHop):
+        blocks = hop.blocks
+        slots = hop.send_extent.shape[1]
+        return push(received, slots, blocks.receive_first, blocks.receive_sizes, blocks.came_from)
+    return across(hop, received)
+
+
+def push(buffers, slots, first, sizes, lands_at):
+    """Rank by rank and peer by peer: a slice of the rank's buffer into the peer's, never over
+    another."""
+    result = np.zeros((len(buffers), slots), np.int64)
+    taken = np.zeros(result.shape, bool)
+    for rank in range(len(buffers)):
+        for peer in range(len(buffers)):
+            size, start, target = (int(x[rank, peer]) for x in (sizes, first, lands_at))
+            assert start >= 0 and start + size <= buffers.shape[1]
+            assert target >= 0 and target + size <= slots
+            assert not taken[peer, target : target + size].any()
+            taken[peer, target : target + size] = True
+            result[peer, target : target + size] = buffers[rank, start : start + size]
+    return result
+
+
 def exchange(hops, at_hand):
     """Obeys the hops: what every rank has received after the last one, and the send index of each."""
     sends = []
     for hop in hops:
-        peers, capacity = hop.extent.shape[1:3]
-        index = [expand(runs, peers * capacity) for runs in hop.runs]
+        index = [expand(runs, hop.send_slots) for runs in hop.runs]
         send = np.stack([gather(a, i) for a, i in zip(at_hand, index, strict=True)])
-        received = send.reshape(peers, peers, capacity).swapaxes(0, 1)
-        at_hand = received.reshape(peers, -1)
+        at_hand = across(hop, send)
         sends.append(index)
     return at_hand, sends
 
@@ -50,14 +83,12 @@ def exchange(hops, at_hand):
 def give_back(hops, sends, grads):
     """Runs the hops backward for labels that travelled once: what every rank's first hop gets."""
     for number in reversed(range(len(hops))):
-        hop, index = hops[number], sends[number]
-        peers, capacity = hop.extent.shape[1:3]
-        received = np.stack(grads).reshape(peers, peers, capacity).swapaxes(0, 1)
-        grads = received.reshape(peers, -1)
+        index = sends[number]
+        grads = back_across(hops[number], np.stack(grads))
         if number:
             before = hops[0].extent.shape[1] * hops[0].extent.shape[2]
-            back = np.zeros((peers, before), np.int64)
-            for rank in range(peers):
+            back = np.zeros((len(grads), before), np.int64)
+            for rank in range(len(grads)):
                 held = index[rank] >= 0
                 back[rank, index[rank][held]] = grads[rank][held]
             grads = back
@@ -188,17 +219,21 @@ def test_a_host_builds_its_own_part(transport):
     whole = lay_out(plan)
     for ranks in ([0, 1, 2, 3], [4, 5, 6, 7], [5], [6, 2]):
         part = lay_out(plan, ranks)
-        for name, want, got in zip(whole._fields, whole, part, strict=True):
-            hops = name in ("dispatch", "output")
-            for w, g in zip(sum(want, ()) if hops else [want], sum(got, ()) if hops else [got],
-                            strict=True):  # fmt: skip
-                assert g.dtype == w.dtype
-                np.testing.assert_array_equal(g, w[ranks])
+        for want, got in zip(leaves(whole), leaves(part), strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want[ranks])
 
 
-def test_shapes_depend_on_capacities_alone():
+def leaves(arrays) -> list[np.ndarray]:
+    if not isinstance(arrays, tuple):
+        return [arrays]
+    return [leaf for part in arrays for leaf in leaves(part)]
+
+
+@pytest.mark.parametrize("transport", ["relay", "ragged"])
+def test_shapes_depend_on_capacities_alone(transport):
     """Documents of other lengths and number give arrays of the same shapes: nothing recompiles."""
-    plans = [random_plan(seed, 4, 31, HEADS[0], "relay") for seed in range(6)]
+    plans = [random_plan(seed, 4, 31, HEADS[0], transport) for seed in range(6)]
     most = {}
     for name, _ in plans[0].capacities.items():
         values = np.array([getattr(p.capacities, name) for p in plans]).max(0)
@@ -207,12 +242,7 @@ def test_shapes_depend_on_capacities_alone():
     shapes = set()
     for plan in plans:
         arrays = lay_out(dataclasses.replace(plan, capacities=roomy))
-        leaves = [
-            leaf
-            for x in arrays
-            for leaf in (sum(x, ()) if isinstance(x, tuple) else (x,))
-        ]  # fmt: skip
-        shapes.add(tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        shapes.add(tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves(arrays)))
     assert len(shapes) == 1
 
 
@@ -226,7 +256,9 @@ def test_one_short_is_refused(transport):
                 short, flat, limit = value - 1, name, value - 1
             else:
                 short = tuple(x - (i == hop) for i, x in enumerate(value))
-                flat, limit = f"{name}_hop{hop + 1}", value[hop] - 1
+                parts = ("sent", "received") if transport == "ragged" else ("hop1", "hop2")
+                part = parts[hop] if name.endswith("_units") else f"hop{hop + 1}"
+                flat, limit = f"{name}_{part}", value[hop] - 1
             tight = dataclasses.replace(
                 plan, capacities=dataclasses.replace(needs, **{name: short})
             )

@@ -9,7 +9,7 @@ from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.routing import TRANSPORTS, required_capacities, route, wire_bytes
 from cad_jax.sharding.tasks import Capacities, HeadShape
 from tests.generators import REAL_LENGTHS_DIR, real_batches
-from tests.sharding.plan_cases import expected_buffers, plan_of, random_plan
+from tests.sharding.plan_cases import expected_buffers, no_capacities, plan_of, random_plan
 from tests.sharding.strided_batches import strided_batches
 
 HEADS = [HeadShape(h, k, 4) for h, k in ((8, 2), (4, 4), (8, 1), (6, 3), (5, 1))]
@@ -81,6 +81,26 @@ def test_direct_pairs_are_the_rows_that_leave_home():
         np.testing.assert_array_equal(routing.output.pair_units[0], output)
 
 
+def test_ragged_blocks_lie_end_to_end_at_their_own_sizes():
+    for plan in random_plans("ragged"):
+        routing = route(plan, "ragged")
+        for path, pairs, units in zip(
+            (routing.dispatch, routing.output),
+            pair_counts(plan),
+            (plan.capacities.dispatch_units, plan.capacities.output_units),
+            strict=True,
+        ):
+            assert units == (max(pairs.sum(1)), max(pairs.sum(0)))
+            (slots,) = path.slots(units)
+            assert slots[2:] == units
+            for rank in range(plan.servers):
+                sent, received = pairs[rank].tolist(), pairs[:, rank].tolist()
+                assert slots.sent[rank].tolist() == [sum(sent[:p]) for p in range(len(sent))]
+                assert slots.received[rank].tolist() == [
+                    sum(received[:p]) for p in range(len(received))
+                ]
+
+
 def test_relay_sends_each_row_once_and_levels_its_pairs():
     for plan in random_plans("relay"):
         routing = route(plan, "relay")
@@ -115,12 +135,10 @@ def test_required_rows_and_partials(transport):
 def test_nothing_moves_without_a_reason(transport):
     heads, nothing = HeadShape(8, 2, 4), np.zeros(0, np.int64)
     for lengths in (np.full(8, 16), nothing, np.zeros(3, np.int64), np.array([5, 11, 16])):
-        capacities = Capacities(
-            transport, 0, 0, *[(0,) * (1 + (transport == "relay"))] * 4, 0, 0, 0
-        )
         plan = home_plan(
-            lengths, servers=8, tokens_per_server=16, heads=heads, capacities=capacities
-        )
+            lengths, servers=8, tokens_per_server=16, heads=heads,
+            capacities=no_capacities(transport),
+        )  # fmt: skip
         needed = required_capacities(plan, transport)
         assert not any(needed.dispatch_units) and not any(needed.output_units)
         assert not any(wire_bytes(needed, 8, heads))
@@ -148,10 +166,29 @@ def test_wire_bytes_by_hand():
     assert wire_bytes(capacities, 4, heads, element_bytes=4).dispatch == 4 * 30 * 1024
 
 
+def test_wire_bytes_of_ragged_by_hand():
+    """Nothing is padded: the busiest rank's bytes, out or in, whichever are more."""
+    capacities = Capacities("ragged", 9, 9, (10, 20), (30, 4), (1,), (1,), 1, 1, 1)
+    wire = wire_bytes(capacities, 4, HeadShape(8, 2, 64))
+    assert wire.dispatch == wire.combine_backward == 20 * 512
+    assert wire.combine == 30 * 528
+    assert wire.dispatch_backward == 40 * 528  # out: 10 + 30, in: 20 + 4
+
+
+def test_wire_bytes_of_ragged_are_the_busiest_ranks():
+    for plan in random_plans("ragged"):
+        dispatch, output = pair_counts(plan)
+        wire = wire_bytes(required_capacities(plan, "ragged"), plan.servers, plan.heads)
+        unit = plan.heads.unit_heads * 4 * 2
+        assert wire.dispatch == max(*dispatch.sum(0), *dispatch.sum(1)) * unit
+        with_lse = unit + 4 * plan.heads.unit_heads
+        assert wire.combine == max(*output.sum(0), *output.sum(1)) * with_lse
+
+
 def test_unknown_transport():
     plan = random_plan(0, 2, 8, HEADS[0], "direct")
-    with pytest.raises(ValueError, match=r"one of direct, relay, got 'ragged'"):
-        route(plan, "ragged")
+    with pytest.raises(ValueError, match=r"one of direct, relay, ragged, got 'carrier pigeon'"):
+        route(plan, "carrier pigeon")
 
 
 @real_lists
