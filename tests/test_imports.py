@@ -18,7 +18,9 @@ SOURCES = {
     for path in sorted(PACKAGE_DIR.rglob("*.py"))
 }
 HOST_PACKAGES = ("cad_jax.sharding.", "cad_jax.simulation.")
-DEVICE_PARTS = {f"cad_jax.sharding.{name}" for name in ("collectives", "exchange", "mesh", "tables")}
+DEVICE_PARTS = {
+    f"cad_jax.sharding.{name}" for name in ("collectives", "exchange", "mesh", "tables")
+}
 HOST_MODULES = {
     name for name in SOURCES if name.startswith(HOST_PACKAGES) and name not in DEVICE_PARTS
 } | {

@@ -23,7 +23,7 @@ from cad_jax.plan_report import (
 
 FIELDS = {
     "servers", "tokens_per_server", "tolerance", "documents", "tasks", "max_over_mean",
-    "max_over_mean_home", "moves", "plan_s", "bytes_in_mean", "bytes_in_max", "bytes_out_max",
+    "max_over_mean_home", "moves", "plan_s", "plan_s_median", "plan_s_p99", "bytes_in_mean", "bytes_in_max", "bytes_out_max",
     "wire_bytes",
 }  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_reports_a_plan(tmp_path):
     assert figures["bytes_in_mean"] == bytes_in.mean()
     assert figures["bytes_in_max"] == bytes_in.max()
     assert figures["bytes_out_max"] == bytes_out.max()
-    assert set(figures["wire_bytes"]) == {"direct", "relay"}
+    assert set(figures["wire_bytes"]) == {"direct", "relay", "ragged"}
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     text = console.export_text()
     assert "max / mean pairs" in text and f"{plan.max_over_mean:.3f}" in text
@@ -86,6 +86,23 @@ def test_the_last_document_is_cut_and_a_short_file_leaves_padding():
 def test_bad_lines_are_named(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read_lengths(write(tmp_path / "lengths.txt", text))
+
+
+def test_repeated_plans_give_a_median_and_key_ranges_lower_bytes(tmp_path):
+    lengths = write(tmp_path / "lengths.txt", "60000\n900\n2000\n")
+    figures = {}
+    for key_ranges in (1, 4):
+        path = tmp_path / "plan.json"
+        args = PlanArgs(lengths, 8, 8192, key_ranges=key_ranges, repeat=5, json=path)
+        run(args, Console(quiet=True)).check()
+        figures[key_ranges] = json.loads(path.read_text())
+        assert 0 < figures[key_ranges]["plan_s_median"] <= figures[key_ranges]["plan_s_p99"]
+    assert figures[4]["bytes_in_mean"] < figures[1]["bytes_in_mean"]
+    assert any(k_start for *_, k_start, _, _, _ in figures[4]["tasks"])
+    for option in ("key_ranges", "node", "repeat"):
+        flag = option.replace("_", "-")
+        with pytest.raises(ValueError, match=rf"--{flag} \(=0\) must be at least 1: use 1"):
+            PlanArgs(lengths, 8, 8192, **{option: 0})
 
 
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):

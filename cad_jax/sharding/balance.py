@@ -1,248 +1,91 @@
 """The greedy that balances core attention: integer functions, compiled once and cached on disk.
 
-While the most loaded server is over the bound, the piece with the most (query, key) pairs per
-marginal unit moves to a server that has room. Traffic counts in exchange units (`tasks.HeadShape`):
-q_units for a query row and again for its returned output, kv_units for a key row with its value. A
-server holds one key prefix of each document it serves; keys that are local, or already fetched for
-another task, cost nothing. All arithmetic is int64, so that every host decides alike.
+While a server is over its bound, the piece with the most (query, key) pairs per weighted fare moves to
+a server that has room. Rounds follow one another with fares dearer where most came in the round before.
+All arithmetic is int64, so that every host decides alike.
 
-Shape letters: S servers, N documents, P pieces (room for new ones included).
+Shape letters: S servers.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from cad_jax.sharding.tasks import TILE_ROWS
+from cad_jax.sharding.cuts import CUTS, cut, down, prefix_pairs
+from cad_jax.sharding.fares import equal_weights, judged, next_weights, price
+from cad_jax.sharding.pieces import (
+    AT,
+    DOC,
+    HOME,
+    START,
+    STOP,
+    has_room,
+    held_without,
+    is_whole,
+    key_fare,
+    move,
+    receivers,
+    start_state,
+)
 
-DOC, START, STOP, HOME, AT = range(5)  # columns of a piece: queries [START, STOP) of DOC
-CUTS = 4  # ways to cut a piece: its end, its start, at the receiver's keys, cheapest inside
-LEVEL, REFINE = range(2)  # what a move is for: to lower the maximum, or to save units
-PRESSURE_UNIT = 8  # a pressure of 8 doubles the price of rows into a server that holds T keys
-
-
-class Pool(NamedTuple):
-    """What stays fixed while pieces move."""
-
-    starts: np.ndarray  # int64 [N], global token index of each document
-    tokens: int  # T
-    q_units: int
-    kv_units: int
-    query_rows: np.ndarray  # int64 [S], capacity of each server's query buffer
-    key_rows: int  # capacity of a server's key buffer
-    pressure: int  # weight of the units a receiver takes in already
-
-
-class State(NamedTuple):
-    """Pieces and what follows from them, kept up to date by `move`."""
-
-    pieces: np.ndarray  # int64 [P, 5]
-    count: np.ndarray  # int64 [1], pieces in use
-    load: np.ndarray  # int64 [S], pairs
-    units_in: np.ndarray  # int64 [S]
-    rows: np.ndarray  # int64 [S], query rows
-    keys: np.ndarray  # int64 [S], key rows
-    held: np.ndarray  # int64 [S, N], key prefix
-    holders: np.ndarray  # int64 [N], servers that hold keys of the document
+LEVEL, REFINE = range(2)  # what a move is for: to lower the maximum, or to save fare
 
 
-@njit(cache=True, error_model="numpy")
-def prefix_pairs(start, stop):
-    """Pairs of queries [start, stop) with their whole causal prefix."""
-    return (stop * (stop + 1) - start * (start + 1)) // 2
-
-
-@njit(cache=True, error_model="numpy")
-def down(position):
-    """The cut at or before a position."""
-    return position // TILE_ROWS * TILE_ROWS
-
-
-@njit(cache=True, error_model="numpy")
-def up(position):
-    """The cut at or after a position."""
-    return (position + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-
-
-@njit(cache=True, error_model="numpy")
-def floor_sqrt(x):
-    """Largest r with r * r <= x, exact in int64."""
-    root = np.int64(np.sqrt(np.float64(x)))
-    while root * root > x:
-        root -= 1
-    while (root + 1) * (root + 1) <= x:
-        root += 1
-    return root
-
-
-@njit(cache=True, error_model="numpy")
-def start_for(stop, pairs):
-    """Smallest q_start whose queries [q_start, stop) hold at most `pairs` pairs."""
-    start = floor_sqrt(max(np.int64(0), stop * (stop + 1) - 2 * pairs))
-    while prefix_pairs(start, stop) > pairs:
-        start += 1
-    return start
-
-
-@njit(cache=True, error_model="numpy")
-def stop_for(start, pairs):
-    """Largest q_stop whose queries [start, q_stop) hold at most `pairs` pairs."""
-    stop = floor_sqrt(2 * pairs + start * (start + 1))
-    while prefix_pairs(start, stop) > pairs:
-        stop -= 1
-    return stop
-
-
-@njit(cache=True, error_model="numpy")
-def remote_keys(pool, server, doc, stop):
-    """Keys of the prefix [0, stop) of a document that are not the server's own."""
-    low = server * pool.tokens - pool.starts[doc]
-    return stop - max(0, min(stop, low + pool.tokens) - max(0, low))
-
-
-@njit(cache=True, error_model="numpy")
-def cut(way, start, stop, want, room, rows, resident, q_units, kv_units):
-    """A part of queries [start, stop) of about `want`, at most `room` pairs and `rows` rows.
-
-    Returns (0, 0) where this way of CUTS has none. Cuts fall on multiples of TILE_ROWS; the part
-    covers `want` where room and rows allow, else stops short of it. The cheapest contiguous shard
-    of A pairs has sqrt(b 2A / (2 + b)) queries, with b = kv_units / (2 q_units), and ends at
-    queries * (1 + 1 / b): the least units it can take.
-    """
-    if way == 1:
-        reach = max(stop_for(start, want), start + 1)  # one row at least
-        high = up(reach)
-        if high >= stop or prefix_pairs(start, high) > room or high - start > rows:
-            high = down(min(reach, start + rows))
-        return (start, high) if start < high < stop else (0, 0)
-    high = stop
-    if way == 2 and resident < stop:
-        high = down(resident)
-    elif way == 3:
-        queries = floor_sqrt(2 * want * kv_units // (4 * q_units + kv_units))
-        high = down(queries + 2 * queries * q_units // kv_units)
-        if high >= stop:
-            return 0, 0
-    if high <= start:
-        return 0, 0
-    reach = min(start_for(high, want), high - 1)  # one row at least
-    low = max(start, down(reach))
-    if prefix_pairs(low, high) > room or high - low > rows:
-        low = max(start, up(max(reach, high - rows)))
-    return (low, high) if low < high else (0, 0)
-
-
-@njit(cache=True, error_model="numpy")
-def held_without(state, server, doc, skip):
-    """Key prefix a server needs of a document without piece `skip`."""
-    stop = 0
-    for j in range(state.count[0]):
-        if j != skip and state.pieces[j, AT] == server and state.pieces[j, DOC] == doc:
-            stop = max(stop, state.pieces[j, STOP])
-    return stop
-
-
-@njit(cache=True, error_model="numpy")
-def marginal(pool, state, i, low, high, to, kept):
-    """(units moving queries [low, high) of piece i adds in all, units it adds at the receiver)."""
+@njit(error_model="numpy")
+def marginal(pool, state, weights, i, low, high, to, kept):
+    """Weighted fare that moving queries [low, high) of piece i adds in all."""
     doc, home, at = state.pieces[i, DOC], state.pieces[i, HOME], state.pieces[i, AT]
-    fetched = remote_keys(pool, to, doc, max(state.held[to, doc], high)) - remote_keys(
+    fetched = key_fare(pool, to, doc, max(state.held[to, doc], high)) - key_fare(
         pool, to, doc, state.held[to, doc]
     )
     if high < state.pieces[i, STOP]:
         kept = max(kept, state.pieces[i, STOP])
     elif low > state.pieces[i, START]:
         kept = max(kept, low)
-    freed = remote_keys(pool, at, doc, state.held[at, doc]) - remote_keys(pool, at, doc, kept)
-    added = pool.kv_units * fetched
-    total = pool.kv_units * (fetched - freed)
-    if to != home:  # q comes in at the server, the output comes in at home
-        added += pool.q_units * (high - low)
-        total += 2 * pool.q_units * (high - low)
-    if at != home:
-        total -= 2 * pool.q_units * (high - low)
-    return total, added
+    freed = key_fare(pool, at, doc, state.held[at, doc]) - key_fare(pool, at, doc, kept)
+    # q comes in at the server, the output comes in at home
+    queries = pool.q_units * (high - low)
+    taken = queries * price(pool.node, home, to) * (weights[to] + weights[home])
+    returned = queries * price(pool.node, home, at) * (weights[at] + weights[home])
+    return fetched * weights[to] - freed * weights[at] + taken - returned
 
 
-@njit(cache=True, error_model="numpy")
-def is_whole(pool, state, i, server):
-    """Whether piece i is all of a document of this server's own tokens: nobody else has its keys.
-
-    The usual short document. Moving it frees no keys, and all receivers differ by load alone.
-    """
-    doc = state.pieces[i, DOC]
-    local = server * pool.tokens - pool.starts[doc]
-    return (
-        state.holders[doc] == 1
-        and state.pieces[i, START] == 0
-        and state.pieces[i, STOP] == state.held[server, doc]
-        and local <= 0
-        and state.pieces[i, STOP] <= local + pool.tokens
-    )
-
-
-@njit(cache=True, error_model="numpy")
-def move_neighbours(pool, state, i, server, to, goal, ceiling):
-    """After whole document i, those that follow it in token order, while they are about as good.
-
-    Many short documents then move with few searches, and touch in the receiver's buffers.
-    """
-    worth = 3 * state.pieces[i, STOP] // 4  # pairs per unit grow with the length
-    for j in range(i + 1, state.count[0]):
-        length = state.pieces[j, STOP]
-        if (
-            state.pieces[j, AT] != server
-            or state.pieces[j, DOC] != state.pieces[j - 1, DOC] + 1
-            or length < worth
-            or not is_whole(pool, state, j, server)
-            or prefix_pairs(0, length) > min(state.load[server] - goal, ceiling - state.load[to])
-            or state.rows[to] + length > pool.query_rows[to]
-            or state.keys[to] + length > pool.key_rows
-        ):
-            break
-        move(pool, state, j, 0, length, to)
-
-
-@njit(cache=True, error_model="numpy")
-def best_move(pool, state, server, goal, ceiling, aim):
+@njit(error_model="numpy")
+def best_move(pool, state, weights, server, excess, ceiling, aim):
     """The best move off `server`: (score, piece, low, high, receiver), score 0 if none is.
 
-    A receiver is filled to `ceiling` pairs at most. LEVEL wants the server down at `goal` and takes
-    the most useful pairs per marginal unit; REFINE takes the most units saved.
+    A receiver is filled to `ceiling` pairs at most, int64 [S]. LEVEL wants the server rid of `excess`
+    pairs and takes the most useful pairs per weighted fare; REFINE takes the most fare saved.
     """
     best = 0
     best_i, best_low, best_high, best_to = 0, 0, 0, 0
-    excess = state.load[server] - goal
-    emptiest_of_all = 1 if server == 0 else 0
+    roomiest = 1 if server == 0 else 0
     for to in range(state.load.size):
-        if to != server and state.load[to] < state.load[emptiest_of_all]:
-            emptiest_of_all = to
+        if to != server and ceiling[to] - state.load[to] > ceiling[roomiest] - state.load[roomiest]:
+            roomiest = to
     shift = 0
     while shift < 40 and (max(excess, 1) << shift) < 2**60:
         shift += 1
-    for i in range(state.count[0]):
-        if state.pieces[i, AT] != server:
-            continue
+    following = state.piece[server]
+    while following >= 0:
+        i, following = following, state.chain[following, 1]
         doc, start, stop = state.pieces[i, DOC], state.pieces[i, START], state.pieces[i, STOP]
-        # Servers without keys of the document differ by load alone: the emptiest stands for all.
+        if (
+            aim == REFINE
+            and state.pieces[i, HOME] == server
+            and key_fare(pool, server, doc, state.held[server, doc]) == 0
+        ):
+            continue  # nothing it has of the document travels
         if is_whole(pool, state, i, server):
-            first, last, kept, emptiest = emptiest_of_all, emptiest_of_all + 1, 0, emptiest_of_all
+            kept, count = 0, 1
+            state.receivers[0] = roomiest
         else:
-            first, last, kept, emptiest = 0, state.load.size, state.held[server, doc], -1
+            kept = state.held[server, doc]
             if kept == stop:
                 kept = held_without(state, server, doc, i)
-        for to in range(last - first if emptiest < 0 else 0):
-            local = to * pool.tokens - pool.starts[doc]
-            if to == server or state.held[to, doc] > 0 or -pool.tokens < local < stop:
-                continue
-            if emptiest < 0 or state.load[to] < state.load[emptiest]:
-                emptiest = to
-        for to in range(first, last):
-            local = to * pool.tokens - pool.starts[doc]
-            if state.held[to, doc] == 0 and not -pool.tokens < local < stop and to != emptiest:
-                continue
-            room = ceiling - state.load[to]
+            count = receivers(pool, state, doc, roomiest)
+        for nth in range(count):
+            to = state.receivers[nth]
+            room = ceiling[to] - state.load[to]
             rows = pool.query_rows[to] - state.rows[to]
             end = state.held[to, doc] + pool.key_rows - state.keys[to]  # keys there is room for
             end = stop if end >= stop else down(end)
@@ -260,9 +103,7 @@ def best_move(pool, state, server, goal, ceiling, aim):
                 pairs = prefix_pairs(low, high)
                 if low >= high or pairs > room or high - low > rows:
                     continue
-                total, added = marginal(pool, state, i, low, high, to, kept)
-                crowd = added * state.units_in[to] * pool.pressure
-                cost = total + crowd // (PRESSURE_UNIT * pool.tokens * pool.kv_units)
+                cost = marginal(pool, state, weights, i, low, high, to, kept)
                 useful = min(pairs, excess) << shift
                 score = -cost if aim == REFINE else max(useful // max(cost, 1), 1)
                 if score > best:
@@ -270,94 +111,64 @@ def best_move(pool, state, server, goal, ceiling, aim):
     return best, best_i, best_low, best_high, best_to
 
 
-@njit(cache=True, error_model="numpy")
-def set_held(pool, state, server, doc, stop):
-    """Sets the key prefix a server holds, with its keys and units."""
-    old = state.held[server, doc]
-    fetched = remote_keys(pool, server, doc, stop) - remote_keys(pool, server, doc, old)
-    state.holders[doc] += (stop > 0) - (old > 0)
-    state.held[server, doc] = stop
-    state.keys[server] += stop - old
-    state.units_in[server] += pool.kv_units * fetched
+@njit(error_model="numpy")
+def move_neighbours(pool, state, i, server, to, ceiling):
+    """After whole document i, those that follow it in token order, while they are about as good.
 
-
-@njit(cache=True, error_model="numpy")
-def move(pool, state, i, low, high, to):
-    """Moves queries [low, high) of piece i to server `to`; what is left becomes new pieces."""
-    doc, home, at = state.pieces[i, DOC], state.pieces[i, HOME], state.pieces[i, AT]
-    for left, right in ((state.pieces[i, START], low), (high, state.pieces[i, STOP])):
-        if left < right:
-            rest = state.count[0]
-            for column in range(AT + 1):
-                state.pieces[rest, column] = state.pieces[i, column]
-            state.pieces[rest, START], state.pieces[rest, STOP] = left, right
-            state.count[0] += 1
-    state.pieces[i, START], state.pieces[i, STOP], state.pieces[i, AT] = low, high, to
-    rows, pairs = high - low, prefix_pairs(low, high)
-    state.load[at] -= pairs
-    state.load[to] += pairs
-    state.rows[at] -= rows
-    state.rows[to] += rows
-    for server, sign in ((at, -1), (to, 1)):
-        if server != home:
-            state.units_in[server] += sign * pool.q_units * rows
-            state.units_in[home] += sign * pool.q_units * rows
-    set_held(pool, state, to, doc, max(state.held[to, doc], high))
-    set_held(pool, state, at, doc, held_without(state, at, doc, np.int64(-1)))
-
-
-@njit(cache=True, error_model="numpy")
-def start_state(pool, pieces, count, servers):
-    """State of the first `count` pieces."""
-    state = State(
-        pieces, np.full(1, count), np.zeros(servers, np.int64), np.zeros(servers, np.int64),
-        np.zeros(servers, np.int64), np.zeros(servers, np.int64),
-        np.zeros((servers, pool.starts.size), np.int64), np.zeros(pool.starts.size, np.int64),
-    )  # fmt: skip
-    for i in range(count):
-        doc, home, at = pieces[i, DOC], pieces[i, HOME], pieces[i, AT]
-        start, stop = pieces[i, START], pieces[i, STOP]
-        state.load[at] += prefix_pairs(start, stop)
-        state.rows[at] += stop - start
-        if at != home:
-            state.units_in[at] += pool.q_units * (stop - start)
-            state.units_in[home] += pool.q_units * (stop - start)
-        set_held(pool, state, at, doc, max(state.held[at, doc], stop))
-    return state
-
-
-@njit(cache=True, error_model="numpy")
-def balance(pool, pieces, count, servers, bound, fill, max_moves, sweeps):
-    """Moves pieces (in place) until no server is over `bound` pairs, or nothing helps any more.
-
-    Receivers fill to `fill` pairs; where cuts of TILE_ROWS rows are too coarse for that, moves that
-    still lower the maximum follow, which ends within (1 - 1/S) of one such cut above the mean.
-    `sweeps` rounds then move pieces that save units without lifting a server over the bound.
-    Returns (pieces in use, moves).
+    Many short documents then move with few searches, and touch in the receiver's buffers.
     """
-    state = start_state(pool, pieces, count, servers)
-    moves = 0
-    while moves < max_moves and state.count[0] + 2 <= pieces.shape[0]:
-        server = np.argmax(state.load)
-        if state.load[server] <= bound:
+    worth = 3 * state.pieces[i, STOP] // 4  # pairs per unit grow with the length
+    for j in range(i + 1, state.count[0]):
+        length = state.pieces[j, STOP]
+        if (
+            state.pieces[j, AT] != server
+            or state.pieces[j, DOC] != state.pieces[j - 1, DOC] + 1
+            or length < worth
+            or not is_whole(pool, state, j, server)
+            or prefix_pairs(0, length)
+            > min(state.load[server] - pool.bound[server], ceiling[to] - state.load[to])
+            or state.rows[to] + length > pool.query_rows[to]
+            or state.keys[to] + length > pool.key_rows
+            or not has_room(state)
+        ):
             break
-        score, i, low, high, to = best_move(pool, state, server, bound, fill, LEVEL)
+        move(pool, state, j, 0, length, to)
+
+
+@njit(error_model="numpy")
+def balance(pool, pieces, count, fill, weights, max_moves, sweeps):
+    """Moves pieces (in place) until no server is over its bound, or nothing helps any more.
+
+    Receivers fill to `fill` pairs, int64 [S]; where cuts of TILE_ROWS rows are too coarse for that,
+    moves that still lower the most a server is over follow, which ends within (1 - 1/S) of one such
+    cut above the mean. `sweeps` rounds then move pieces that save fare without lifting a server over
+    its bound. Returns (state, moves).
+    """
+    state = start_state(pool, pieces, count)
+    moves = 0
+    while moves < max_moves and has_room(state):
+        over = state.load - pool.bound
+        server = np.argmax(over)
+        if over[server] <= 0:
+            break
+        score, i, low, high, to = best_move(pool, state, weights, server, over[server], fill, LEVEL)
         if score == 0:
-            top = state.load[server] - 1
-            score, i, low, high, to = best_move(pool, state, server, bound, top, LEVEL)
+            score, i, low, high, to = best_move(
+                pool, state, weights, server, over[server], pool.bound + over[server] - 1, LEVEL
+            )
         if score == 0:
             break
         whole = is_whole(pool, state, i, server) and high == state.pieces[i, STOP] and low == 0
         move(pool, state, i, low, high, to)
         if whole:
-            move_neighbours(pool, state, i, server, to, bound, fill)
+            move_neighbours(pool, state, i, server, to, fill)
         moves += 1
     for _ in range(sweeps if moves else 0):
         before = moves
-        for server in range(servers):
-            while moves < max_moves and state.count[0] + 2 <= pieces.shape[0]:
+        for server in range(pool.bound.size):
+            while moves < max_moves and has_room(state):
                 score, i, low, high, to = best_move(
-                    pool, state, server, state.load[server], bound, REFINE
+                    pool, state, weights, server, np.int64(0), pool.bound, REFINE
                 )
                 if score == 0:
                     break
@@ -365,4 +176,44 @@ def balance(pool, pieces, count, servers, bound, fill, max_moves, sweeps):
                 moves += 1
         if moves == before:
             break
-    return state.count[0], moves
+    return state, moves
+
+
+@njit(error_model="numpy")
+def best_balance(pool, home_pieces, room, fills, promised, sweeps):
+    """The best of as many rounds as there are `fills`, int64 [rounds, S], each from the home plan with
+    the weights that the last one's fares make; and of the best two ways once more with `sweeps`.
+
+    Plans within `promised` pairs, int64 [S], are judged by fare alone. Returns the pieces, int64 [n,
+    5], or none where `room` for pieces did not suffice.
+    """
+    count, servers, rounds = home_pieces.shape[0], pool.bound.size, fills.shape[0]
+    weights = np.zeros((rounds + 1, servers), np.int64)
+    weights[0] = equal_weights(servers)
+    over, fare = np.zeros(rounds + 2, np.int64), np.zeros(rounds + 2, np.int64)
+    swept = np.zeros(rounds, np.bool_)
+    best, best_pieces = 0, home_pieces
+    for nth in range(rounds + 2):
+        way = nth
+        if nth >= rounds:
+            way = -1
+            for i in range(rounds):
+                if not swept[i] and (way < 0 or (over[i], fare[i]) < (over[way], fare[way])):
+                    way = i
+            if way < 0:
+                break
+            swept[way] = True
+        pieces = np.zeros((room, home_pieces.shape[1]), np.int64)
+        pieces[:count] = home_pieces
+        state, _ = balance(
+            pool, pieces, count, fills[way], weights[way], np.int64(2**62),
+            sweeps if nth >= rounds else 0,
+        )  # fmt: skip
+        if not has_room(state):
+            return pieces[:0]
+        over[nth], fare[nth] = max((state.load - promised).max(), 0), judged(state.fare)
+        if nth == 0 or (over[nth], fare[nth]) < (over[best], fare[best]):
+            best, best_pieces = nth, pieces[: state.count[0]]
+        if nth < rounds:
+            weights[nth + 1] = next_weights(weights[nth], state.fare)
+    return best_pieces

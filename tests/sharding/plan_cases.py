@@ -83,7 +83,7 @@ def random_plan(
 
 def plan_of(lengths, tasks, servers, tokens, heads, transport, *, roomy=False, starts=None) -> Plan:
     """A checked plan of these tasks, with the capacities it needs."""
-    unlimited = Capacities(transport, 0, 0, *_hops(transport, 0), 0, 0, 0)
+    unlimited = no_capacities(transport)
     starts = np.cumsum(lengths) - lengths if starts is None else starts
     plan = Plan(servers, tokens, lengths, tasks, 0.05, heads, unlimited, starts=starts)
     needed = required_capacities(plan, transport)
@@ -100,8 +100,11 @@ def plan_of(lengths, tasks, servers, tokens, heads, transport, *, roomy=False, s
     return plan
 
 
-def _hops(transport: str, value: int) -> list[tuple[int, ...]]:
-    return [(value,) * {"direct": 1, "relay": 2}[transport]] * 4
+def no_capacities(transport: str) -> Capacities:
+    """That hold nothing."""
+    hops = {"direct": 1, "relay": 2, "ragged": 1}[transport]
+    units = (0, 0) if transport == "ragged" else (0,) * hops
+    return Capacities(transport, 0, 0, units, units, (0,) * hops, (0,) * hops, 0, 0, 0)
 
 
 @dataclass

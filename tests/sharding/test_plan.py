@@ -202,8 +202,9 @@ def test_bytes_count_queries_outputs_keys_and_values(plan):
     assert plan.bytes_in(4).tolist() == (2 * expected).tolist()
     assert plan.bytes_in().sum() == plan.bytes_out().sum()
     wire = plan.wire_bytes()
-    assert set(wire) == {"direct", "relay"}
+    assert set(wire) == {"direct", "relay", "ragged"}
     assert min(wire.values()) >= plan.bytes_in().mean()
+    assert wire["direct"] >= wire["ragged"] >= max(*plan.bytes_in(), *plan.bytes_out())
 
 
 def test_plans_are_values(plan, tmp_path):
@@ -252,7 +253,7 @@ def test_home_plans_never_exceed_the_floor(servers, tokens, heads, data):
         lengths.append(min(data.draw(st.integers(0, longest)), room))
         room -= lengths[-1]
     shape = HeadShape(*heads, 8)
-    for transport in ("direct", "relay"):
+    for transport in ("direct", "relay", "ragged"):
         floor = home_capacities(servers, tokens, shape, longest, transport)
         plan = home_plan(
             np.array(lengths, np.int64), servers=servers, tokens_per_server=tokens, heads=shape,
@@ -267,7 +268,7 @@ def test_capacities_from_plans_hold_the_plans(plan):
         [2000], servers=SERVERS, tokens_per_server=TOKENS, num_q_heads=4, num_kv_heads=1, head_dim=8
     )
     plans = [plan] * 199 + [moved]
-    for transport in ("direct", "relay"):
+    for transport in ("direct", "relay", "ragged"):
         all_of_them = capacities_from_plans(plans, 100, transport=transport)
         most = capacities_from_plans(plans, 50, max_document_tokens=1300, transport=transport)
         assert all_of_them.holds(required_capacities(moved, transport))

@@ -1,17 +1,22 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cad_jax.sharding.balance import Pool, cut, floor_sqrt, move, start_for, start_state, stop_for
+from cad_jax.sharding import compiled
 from cad_jax.sharding.capacities import capacities_from_plans, home_capacities
 from cad_jax.sharding.coverage import check_coverage
+from cad_jax.sharding.cuts import cut, floor_sqrt, start_for, stop_for
+from cad_jax.sharding.fares import FAR
+from cad_jax.sharding.pieces import Pool, move, start_state
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.planner import VARIANTS, balanced_tasks, plan_documents
+from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.prefixes import PoolDocuments, few_moves, prefix_tasks
 from cad_jax.sharding.routing import required_capacities
 from cad_jax.sharding.tasks import (
     HOME,
@@ -40,7 +45,12 @@ PLAIN_GREEDY_MIB = {
     ("pretrain_512k", 32): (164, 1014, 2206),
     ("mixed_512k", 8): (90, 423, 718),
     ("mixed_512k", 32): (177, 1269, 2750),
+    ("pretrain_128k", 64): (137, 272, 903),
+    ("mixed_128k", 64): (162, 347, 1383),
+    ("pretrain_512k", 64): (173, 1145, 2918),
+    ("mixed_512k", 64): (195, 1397, 3977),
 }
+WORST_TIMES_PLAIN = {8: 0.98, 32: 0.87, 64: 0.8}
 
 
 def plan_of(lengths, servers=4, tokens=512, heads=(4, 1, 8), **options) -> Plan:
@@ -161,7 +171,7 @@ def test_real_documents_travel_less_than_under_a_plain_greedy(name, servers):
     query, key, worst = np.mean(figures, 0)
     plain_query, plain_key, plain_worst = PLAIN_GREEDY_MIB[name, servers]
     assert query + key <= 0.96 * (plain_query + plain_key)
-    assert worst <= plain_worst
+    assert worst <= WORST_TIMES_PLAIN[servers] * plain_worst
 
 
 @needs_lists
@@ -184,7 +194,7 @@ def test_measured_capacities_need_no_fallback(name):
 # bounds of a few pools take 6.7 to 10 T key rows, and the capacities the first plans are made with
 # hold two longest documents and 2 T, which is 6 T here.
 STRIDED_PLANS = {32: 200, 64: 100}
-FALLBACK_PLANS = {("mixed_128k", 32): 2, ("mixed_128k", 64): 1}
+FALLBACK_PLANS = {("mixed_128k", 32): 2, ("mixed_128k", 64): 2}
 
 
 @needs_lists
@@ -223,14 +233,16 @@ def test_rows_of_a_server_are_hard_limits(tight):
     home = dataclasses.replace(free, tasks=home_tasks(lengths, tokens))
     need = required_capacities(home, "direct")
     limits = int(tight * need.query_rows), int(tight * need.key_rows)
-    for variant in VARIANTS:
-        for query_rows, key_rows in (limits, (2 * tokens, limits[1]), (limits[0], 9999)):
-            tasks, moves = balanced_tasks(
-                lengths, servers, tokens, heads, 0.05, query_rows=np.full(servers, query_rows),
-                key_rows=key_rows, variant=variant,
-            )  # fmt: skip
+    documents = PoolDocuments(
+        lengths, document_starts(lengths), tokens, heads, np.full(servers, 1), 1
+    )
+    for query_rows, key_rows in (limits, (2 * tokens, limits[1]), (limits[0], 9999)):
+        options = dict(query_rows=np.full(servers, query_rows), key_rows=key_rows)
+        few, moves = few_moves(documents, 0.05, **options)
+        assert moves
+        for tasks in (few, prefix_tasks(documents, 0.05, **options)):
             need = required_capacities(dataclasses.replace(free, tasks=tasks), "direct")
-            assert moves and need.query_rows <= query_rows and need.key_rows <= key_rows
+            assert need.query_rows <= query_rows and need.key_rows <= key_rows
 
 
 @settings(derandomize=True, max_examples=50, deadline=None)
@@ -243,8 +255,11 @@ def test_loads_rows_and_units_stay_right_while_pieces_move(lengths, random):
     pieces = np.zeros((64, 5), np.int64)
     pieces[: len(home)] = home[:, columns]
     limits = np.full(servers, 2**40)
-    pool = Pool(document_starts(lengths), tokens, heads.q_units, heads.kv_units, limits, 2**40, 0)
-    state = start_state(pool, pieces, len(home), servers)
+    starts = document_starts(lengths)
+    pool = Pool(
+        starts, starts + lengths, tokens, heads.q_units, heads.kv_units, limits, 2**40, 1, limits
+    )
+    state = start_state(pool, pieces, len(home))
     for _ in range(12):
         count = int(state.count[0])
         if count == 0:
@@ -260,7 +275,7 @@ def test_loads_rows_and_units_stay_right_while_pieces_move(lengths, random):
     plan = dataclasses.replace(plan_of(lengths, servers, tokens), tasks=tasks)
     check_coverage(lengths, tasks)
     assert state.load.tolist() == plan.loads().tolist()
-    assert state.units_in.tolist() == plan.travelling_rows().units_in(heads).tolist()
+    assert state.fare.tolist() == (FAR * plan.travelling_rows().units_in(heads)).tolist()
     query, key = buffer_maps(plan)
     assert state.rows.tolist() == query.rows.tolist()
     assert state.keys.tolist() == key.rows.tolist()
@@ -309,7 +324,11 @@ def test_a_plan_beyond_a_capacity_is_repaired_before_it_falls_back(transport):
         ([600], {"tolerance": -0.1}, "tolerance must be at least 0, got -0.1"),
         ([600], {"servers": 0}, "servers must be at least 1, got 0"),
         ([600], {"heads": (4, 3, 8)}, "multiple of num_kv_heads, got 4 and 3"),
-        ([600], {"transport": "mail"}, "transport must be one of direct, relay, got 'mail'"),
+        (
+            [600],
+            {"transport": "mail"},
+            "transport must be one of direct, relay, ragged, got 'mail'",
+        ),
         (
             [1600],
             {"capacities": home_capacities(4, 512, HeadShape(4, 1, 8), 600)},
@@ -353,3 +372,13 @@ def test_integer_roots_are_exact():
             assert start_for(np.int64(stop), np.int64(pairs)) == first
             last = max(s for s in range(stop, 90) if sum(range(stop + 1, s + 1)) <= pairs)
             assert stop_for(np.int64(stop), np.int64(pairs)) == last
+
+
+def test_the_compiled_planner_is_cached_under_all_of_its_sources():
+    """A file that changes alone must not leave another file's compiled code as it was."""
+    folder = Path(compiled.__file__).parent
+    sources = {p.name for p in folder.glob("*.py") if "\n@njit" in p.read_text()}
+    assert {"balance.py", "blocks.py", "tiles.py", "fares.py"} <= sources
+    assert sources | {"tasks.py"} <= {Path(str(m.__file__)).name for m in compiled._MODULES}
+    for entry in (compiled.balance, compiled.best_balance, compiled.best_parts, compiled.cut_tiles):
+        assert [c.cell_contents for c in entry.py_func.__closure__] == [compiled._sources()]

@@ -82,7 +82,9 @@ def test_capacities_name_what_is_exceeded():
 
 
 def test_malformed_capacities_are_refused():
-    with pytest.raises(ValueError, match="transport must be one of direct, relay, ragged, got 'mail'"):
+    with pytest.raises(
+        ValueError, match="transport must be one of direct, relay, ragged, got 'mail'"
+    ):
         capacities(transport="mail")
     with pytest.raises(ValueError, match="output_runs needs 2 values for transport 'relay'"):
         capacities(output_runs=(1,))

@@ -1,0 +1,169 @@
+"""Balance by pieces that keep their whole causal prefix: the greedy of `balance`, on task arrays.
+
+Shape letters: T tokens per server, S servers, N documents, n tasks.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cad_jax.sharding.compiled import balance, best_balance
+from cad_jax.sharding.fares import equal_weights
+from cad_jax.sharding.pieces import Pool, has_room
+from cad_jax.sharding.tasks import (
+    DOCUMENT,
+    HOME,
+    K_START,
+    K_STOP,
+    Q_START,
+    Q_STOP,
+    SERVER,
+    TASK_FIELDS,
+    TILE_ROWS,
+    HeadShape,
+    causal_pairs,
+    home_tasks,
+    sort_tasks,
+)
+
+UNLIMITED = 2**62
+# Rounds of the greedy, by servers of the pool at most: a large pool's rounds take long and differ
+# little. Receivers fill this part of the tolerance, in tenths, by turns.
+ROUNDS = ((128, 8), (UNLIMITED, 4))
+FILL_TENTHS = (10, 6)
+REFINE_SWEEPS = 3
+_PIECE_COLUMNS = [DOCUMENT, Q_START, Q_STOP, HOME, SERVER]  # `pieces.DOC` and on
+
+
+class PoolDocuments(NamedTuple):
+    """What is planned, and for whom."""
+
+    lengths: np.ndarray  # int64 [N], tokens
+    starts: np.ndarray  # int64 [N], first token of each in the pool
+    tokens_per_server: int
+    heads: HeadShape
+    speeds: np.ndarray  # int64 [S], of each server: any unit
+    node: int  # servers of a node
+
+    @property
+    def servers(self) -> int:
+        return len(self.speeds)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of all documents."""
+        return int((self.lengths * (self.lengths + 1) // 2).sum())
+
+
+def load_bounds(pairs: int, speeds: np.ndarray, tolerance: float) -> np.ndarray:
+    """Pairs each server may have, int64 [S]: (1 + tolerance) times its share, in whole pairs.
+
+    pairs: of the whole pool. speeds: int64 [S]; a share is in proportion to them.
+    """
+    total = int(speeds.sum())
+    kinds, which = np.unique(
+        speeds, return_inverse=True
+    )  # Python's integers: products pass 64 bits
+    shares = [
+        max(int(pairs * (1 + tolerance) * kind / total), -(-pairs * kind // total))
+        for kind in kinds.tolist()
+    ]
+    return np.array(shares, np.int64)[which]
+
+
+def reachable_loads(documents: PoolDocuments, tolerance: float) -> np.ndarray:
+    """`load_bounds`, or what list scheduling ends within of each server's share, int64 [S].
+
+    With cuts of at most c pairs that is (1 - 1/S) c more than the mean, c where speeds differ.
+    """
+    longest = int(documents.lengths.max(initial=0))
+    cut = int(causal_pairs(max(longest - TILE_ROWS, 0), longest, 0, longest))
+    servers, speeds, pairs = documents.servers, documents.speeds, documents.pairs
+    listed = load_bounds(pairs, speeds, 0.0) + cut
+    if np.all(speeds == speeds[0]):
+        listed[:] = -(-(pairs + (servers - 1) * cut) // servers)
+    return np.maximum(load_bounds(pairs, speeds, tolerance), listed)
+
+
+def prefix_tasks(
+    documents: PoolDocuments, tolerance: float, *, query_rows: np.ndarray, key_rows: int = UNLIMITED
+) -> np.ndarray:
+    """The tasks of the best of several rounds of the greedy, int64 [n, 7], sorted.
+
+    query_rows: int64 [S], most query rows of each server; key_rows: most key rows of any.
+    """
+    rounds = next(count for most, count in ROUNDS if documents.servers <= most)
+    fills = [
+        load_bounds(documents.pairs, documents.speeds, tolerance * tenths / 10)
+        for tenths in FILL_TENTHS
+    ]
+    fills = np.stack(fills * (rounds // len(fills)))
+    pool, pieces = _pool(documents, tolerance, query_rows, key_rows)
+    room = len(pieces) + 64 * documents.servers
+    promised = reachable_loads(documents, tolerance)
+    while True:
+        moved = best_balance(pool, pieces, room, fills, promised, REFINE_SWEEPS)
+        if len(moved):
+            return _tasks(moved)
+        room *= 2
+
+
+def few_moves(
+    documents: PoolDocuments,
+    tolerance: float,
+    *,
+    query_rows: np.ndarray,
+    key_rows: int,
+    max_moves: int = UNLIMITED,
+) -> tuple[np.ndarray, int]:
+    """One round of the greedy, stopped after some moves: (tasks, int64 [n, 7], moves made)."""
+    pool, home = _pool(documents, tolerance, query_rows, key_rows)
+    room = len(home) + 64 * documents.servers
+    while True:
+        pieces = np.zeros((room, home.shape[1]), np.int64)
+        pieces[: len(home)] = home
+        weights = equal_weights(documents.servers)
+        state, moves = balance(
+            pool, pieces, len(home), pool.bound, weights, max_moves, REFINE_SWEEPS
+        )
+        count = int(state.count[0])
+        if has_room(state):
+            return _tasks(pieces[:count]), moves
+        room *= 2
+
+
+def _pool(documents, tolerance, query_rows, key_rows) -> tuple[Pool, np.ndarray]:
+    heads, tokens = documents.heads, documents.tokens_per_server
+    bound = load_bounds(documents.pairs, documents.speeds, tolerance)
+    pool = Pool(
+        documents.starts, documents.starts + documents.lengths, tokens, heads.q_units, heads.kv_units, query_rows, key_rows,
+        documents.node, bound,
+    )  # fmt: skip
+    tasks = home_tasks(documents.lengths, tokens, documents.starts)
+    return pool, np.ascontiguousarray(tasks[:, _PIECE_COLUMNS])
+
+
+def _tasks(pieces: np.ndarray) -> np.ndarray:
+    tasks = np.zeros((len(pieces), len(TASK_FIELDS)), np.int64)
+    tasks[:, _PIECE_COLUMNS] = pieces
+    tasks[:, K_STOP] = tasks[:, Q_STOP]
+    return join_tasks(sort_tasks(tasks))
+
+
+def join_tasks(tasks: np.ndarray) -> np.ndarray:
+    """Sorted tasks, those that together are one task made one.
+
+    Rows follow one another on one server and home, from one key on, and either up to one key too, or
+    the first rows up to their own.
+    """
+    before, after = tasks[:-1], tasks[1:]
+    kind = [DOCUMENT, HOME, SERVER, K_START]
+    same = (before[:, kind] == after[:, kind]).all(1)
+    causal = (before[:, K_STOP] == before[:, Q_STOP]) & (after[:, K_STOP] >= before[:, Q_STOP])
+    same &= before[:, Q_STOP] == after[:, Q_START]
+    same &= causal | (before[:, K_STOP] == after[:, K_STOP])
+    first = np.flatnonzero(np.append(True, ~same)[: len(tasks)])
+    joined = tasks[first]
+    last = np.append(first[1:], len(tasks))[: len(first)] - 1
+    joined[:, [Q_STOP, K_STOP]] = tasks[last][:, [Q_STOP, K_STOP]]
+    return joined
