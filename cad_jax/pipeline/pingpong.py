@@ -22,8 +22,6 @@ Letters: N nano-batch rows of a rank, L layers of the stage, E embedding, H quer
 heads, D head dim.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,12 +44,20 @@ from cad_jax.layer import (
 from cad_jax.model_config import LlamaConfig
 from cad_jax.parameters import Gather, Parallelism
 from cad_jax.pipeline.exchanges import Exchanges
-from cad_jax.pipeline.parts import Part, beside, join_rows, row_parts, split_rows
+from cad_jax.pipeline.half_layers import (
+    Layers,
+    block_vjp,
+    half_layers,
+    layer_at,
+    matrices_through,
+    pull_parts,
+    total,
+)
+from cad_jax.pipeline.parts import Part, beside, join_rows, row_parts
 from cad_jax.pipeline.remat import Kept, Remat, Saved, keep, with_first
 from cad_jax.sharding.tables import Tables
 
 type Pair[X] = tuple[X, ...]  # of ping and of pong
-type Layers = Mapping[str, jax.Array]  # one device's shards of stacked layers, float32 [L, ...]
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,14 @@ class PingPong:
         def layer(xs: Pair, at: tuple[Layers, Pair]) -> tuple[Pair, Pair]:
             (post,), outs = self._whole(self._post_shards(at[0])), at[1]
             following = tuple(self._post(post, x, out) for x, out in zip(xs, outs, strict=True))
-            return following, xs
+            return following, following
 
-        second_halves = {name: layers[name] for name in POST_NAMES}
-        return lax.scan(layer, xs, (second_halves, tuple(s.out for s in saved)))[1]
+        # The last layer's output is of no use here.
+        before = jax.tree.map(
+            lambda a: a[:-1],
+            ({name: layers[name] for name in POST_NAMES}, tuple(s.out for s in saved)),
+        )
+        return tuple(map(with_first, xs, lax.scan(layer, xs, before)[1]))
 
     def apply(self, layers: Layers, xs: Pair, positions: Pair, tables: Pair[Tables]) -> Pair:
         """`forward`'s outputs as a differentiable function that keeps every layer's input."""
@@ -144,11 +154,11 @@ class PingPong:
 
     def _whole(self, halves: Any) -> Any:
         """Halves of layers as shards -> with whole weights in the compute dtype, one collective."""
-        return _through(self.gather.whole, halves)
+        return matrices_through(self.gather.whole, halves)
 
     def _scattered(self, gradients: Any) -> Any:
         """Float32 gradients of whole weights -> of this device's shards, one collective."""
-        return _through(self.gather.scatter, gradients)
+        return matrices_through(self.gather.scatter, gradients)
 
     # The loops.
 
@@ -157,7 +167,7 @@ class PingPong:
         out_shares, home_shares = (
             self.exchanges.shares(tables[0], outward) for outward in (True, False)
         )
-        first = self._whole(self._pre_shards(_at(layers, 0)))
+        first = self._whole(self._pre_shards(layer_at(layers, 0)))
         _, *ping = self._enter(first, xs[0], positions[0])
         buffers, parts, _ = beside(
             self.exchanges.dispatch(ping, tables[0]),
@@ -196,10 +206,10 @@ class PingPong:
             kept = xs, (Saved(out, lse), Saved(pong_out, pong_lse))
             return ((ping_x, pong_x), buffers, tuple(pong)), kept
 
-        blocks = _halves(layers, slice(0, -1), slice(1, None))
+        blocks = half_layers(layers, slice(0, -1), slice(1, None))
         (xs, buffers, pong), (inputs, saved) = lax.scan(layer, (xs, buffers, tuple(pong)), blocks)
         (out, lse), returning, (weights,) = attention(
-            buffers, pong, self._post_shards(_at(layers, -1))
+            buffers, pong, self._post_shards(layer_at(layers, -1))
         )
         (pong_out, pong_lse), parts, _ = beside(
             returning, row_parts(self._post, weights, (xs[0], out), home_shares)
@@ -223,22 +233,24 @@ class PingPong:
         """As `backward`, with every layer's input [L, N, E]."""
 
         number = inputs[0].shape[0]
-        last = self._whole(self._post_shards(_at(layers, -1, POST_NAMES)))
+        last = self._whole(self._post_shards(layer_at(layers, -1, POST_NAMES)))
         ends = [
-            _again(lambda w, x, out: self._post(w[0], x, out), last, x[-1], s.out[-1])[1](d_x)
+            block_vjp(lambda w, x, out: self._post(w[0], x, out), last, x[-1], s.out[-1])[1](d_x)
             for x, s, d_x in zip(inputs, saved, d_xs, strict=True)
         ]
-        d_last = _total(d_weights for d_weights, *_ in ends)
+        d_last = total(d_weights for d_weights, *_ in ends)
         d_xs, d_outs = zip(*(end[1:] for end in ends), strict=True)
 
         # A block's weights arrive beside the attention before, its gradients leave beside the one
         # after: the last half layer counts as a block without a first half.
-        blocks = _halves(layers, slice(0, -1), slice(1, None))
+        blocks = half_layers(layers, slice(0, -1), slice(1, None))
         d_weights = (
             d_last[0],
             jax.tree.map(
                 lambda shape: jnp.zeros(shape.shape, jnp.float32),
-                jax.eval_shape(lambda: self._whole(self._pre_shards(_at(layers, 0, PRE_NAMES)))[0]),
+                jax.eval_shape(
+                    lambda: self._whole(self._pre_shards(layer_at(layers, 0, PRE_NAMES)))[0]
+                ),
             ),
         )
 
@@ -266,7 +278,7 @@ class PingPong:
         # Of one layer there is no block: the loop does not run, whatever it starts from.
         post, pre = max(number - 2, 0), number - 1
         weights = self._whole(
-            self._block_shards(_at(layers, post, POST_NAMES), _at(layers, pre, PRE_NAMES))
+            self._block_shards(layer_at(layers, post, POST_NAMES), layer_at(layers, pre, PRE_NAMES))
         )
         previous = jax.tree.map(lambda a: jnp.concatenate((a[:1], a[:-1])), blocks)
         (d_xs, d_outs, _, d_weights), d_blocks = lax.scan(
@@ -278,7 +290,7 @@ class PingPong:
 
         d_first, ((ping_x,), (pong_x,)), (_, d_block) = self._layer_backward(
             self._enter,
-            self._whole(self._pre_shards(_at(layers, 0, PRE_NAMES))),
+            self._whole(self._pre_shards(layer_at(layers, 0, PRE_NAMES))),
             tuple((x[0], p) for x, p in zip(inputs, positions, strict=True)),
             jax.tree.map(lambda a: a[0], saved),
             (d_xs, d_outs),
@@ -320,7 +332,7 @@ class PingPong:
         out_shares, home_shares = (
             self.exchanges.shares(tables[0], outward) for outward in (True, False)
         )
-        again = partial(_again, block)
+        again = partial(block_vjp, block)
         ping_parts = [part() for part in row_parts(again, weights, operands[0], home_shares)]
         _, *ping = join_rows([primal for primal, _ in ping_parts])
         buffers, pong_parts, _ = beside(
@@ -344,55 +356,15 @@ class PingPong:
             self.exchanges.joined_bwd(pong_gradients, pong_buffers, home_shares), tables[1]
         )
         pong_home, ping_pulled, _ = beside(
-            returning, _pulls(ping_parts, (d_xs[0], *home), home_shares)
+            returning, pull_parts(ping_parts, (d_xs[0], *home), home_shares)
         )
-        pong_pulled = [part() for part in _pulls(pong_parts, (d_xs[1], *pong_home), out_shares)]
-        d_weights = _total(d_w for d_w, *_ in (*ping_pulled, *pong_pulled))
+        pong_pulled = [part() for part in pull_parts(pong_parts, (d_xs[1], *pong_home), out_shares)]
+        d_weights = total(d_w for d_w, *_ in (*ping_pulled, *pong_pulled))
         ping, pong = (
             join_rows([tuple(d_rows) for _, *d_rows in pulled])
             for pulled in (ping_pulled, pong_pulled)
         )
         return d_weights, (ping, pong), (arrived, left)
-
-
-def _again(block: Callable[..., Any], weights: Any, *operands: jax.Array) -> tuple[Any, Any]:
-    """jax.vjp of a block in its weights (whole, compute dtype; gradients float32) and its floating
-    operands."""
-    floating = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
-    others = operands[len(floating) :]
-    wide = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
-    return jax.vjp(lambda w, *rows: block(w, *rows, *others), wide, *floating)
-
-
-def _pulls(
-    parts: list[tuple[Any, Any]], cotangents: Sequence[jax.Array], shares: Sequence[float]
-) -> list[Part]:
-    """The parts' vjp functions on their ranges of the cotangents' rows."""
-    ranges = split_rows(cotangents, shares)
-    return [Part(pull, (rows,)) for (_, pull), rows in zip(parts, ranges, strict=True)]
-
-
-def _total(trees: Iterable[Any]) -> Any:
-    first, *rest = trees
-    return functools.reduce(partial(jax.tree.map, jnp.add), rest, first)
-
-
-def _at(layers: Layers, index: int, names: Iterable[str] | None = None) -> dict[str, jax.Array]:
-    return {name: layers[name][index] for name in names or layers}
-
-
-def _halves(layers: Layers, post: slice, pre: slice) -> Pair[dict[str, jax.Array]]:
-    """Second halves of the layers in `post` and first halves of those in `pre`, stacked."""
-    return {n: layers[n][post] for n in POST_NAMES}, {n: layers[n][pre] for n in PRE_NAMES}
-
-
-def _through(collective: Callable[[tuple], tuple], halves: Any) -> Any:
-    """The matrices of `halves` through one collective; norm weights are whole on every device."""
-    leaves, structure = jax.tree.flatten(halves)
-    spread = [i for i, leaf in enumerate(leaves) if leaf.ndim == 2]
-    for i, leaf in zip(spread, collective(tuple(leaves[i] for i in spread)), strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(structure, leaves)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
