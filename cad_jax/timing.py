@@ -42,9 +42,7 @@ class Work:
 
     def warm_up(self, clock: Clock) -> None:
         """Compiles, and repeats short work so that a sample takes SAMPLE_S."""
-        start = self.prepare()
-        clock(start, 1)
-        self.repeats = max(1, round(SAMPLE_S / max(clock(start, 1), 1e-6)))
+        self.repeats = max(1, round(SAMPLE_S / max(clock(self.prepare(), 1), 1e-6)))
 
 
 def clock() -> Clock:
@@ -52,6 +50,7 @@ def clock() -> Clock:
     read = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
 
     def run(start: Callable[[], object], repeats: int) -> float:
+        jax.block_until_ready(start())  # operands still on their way to the device are not timed
         begin, done = read(), None
         for _ in range(repeats):
             done = start()
@@ -74,9 +73,23 @@ def measure(works: Iterable[Work], rounds: int, done: Callable[[], None]) -> Non
 
 
 def pin_to_one_core() -> None:
-    """To be called before XLA counts the cores for its threads; where the system allows."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    """Pins this process where the default device is a core, if the system allows. To be called before
+    the backend starts: XLA counts the cores for its threads then.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    if jax.default_backend() != "cpu":
+        os.sched_setaffinity(0, cores)
+
+
+def processor_name() -> str:
+    """Of the host, as its system reports it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def hardware() -> str:
@@ -84,10 +97,4 @@ def hardware() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
-    info = Path("/proc/cpuinfo")
-    names = (
-        [x for x in info.read_text().splitlines() if x.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return f"1 core of {names[0].split(':')[1].strip() if names else platform.processor()}"
+    return f"1 core of {processor_name()}"

@@ -2,30 +2,23 @@
 
 import argparse
 import os
-import platform
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from cad_jax.processes import ProcessConfig, start_devices
+from cad_jax.timing import processor_name
 
 PROCESSES = 2
 
 
 def hardware() -> str:
     """The processor's name and the cores used."""
-    info = Path("/proc/cpuinfo")
-    names = [
-        line.partition(":")[2].strip()
-        for line in (info.read_text().splitlines() if info.exists() else [])
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.processor()}, {PROCESSES} processes, one core each"
+    return f"{processor_name()}, {PROCESSES} processes, one core each"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -207,16 +207,18 @@ def _joined(tasks: np.ndarray) -> np.ndarray:
 
 
 def _buffer_rows(tasks: np.ndarray, servers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Query and key rows that each server's tasks fill, int64 [S]; a document's keys from the first
-    to the last that any task needs.
+    """Query and key rows that each server's tasks fill, int64 [S]; of a document's keys those that any
+    task needs, once.
     """
     queries = np.bincount(tasks[:, SERVER], tasks[:, Q_STOP] - tasks[:, Q_START], servers)
-    holders, of_task = np.unique(tasks[:, (SERVER, DOCUMENT)], axis=0, return_inverse=True)
-    first = np.full(len(holders), np.iinfo(np.int64).max)
-    last = np.zeros(len(holders), np.int64)
-    np.minimum.at(first, of_task, tasks[:, K_START])
-    np.maximum.at(last, of_task, tasks[:, K_STOP])
-    keys = np.bincount(holders[:, 0], np.maximum(last - first, 0), servers)
+    ordered = tasks[np.lexsort((tasks[:, K_START], tasks[:, DOCUMENT], tasks[:, SERVER]))]
+    changes = (np.diff(ordered[:, (SERVER, DOCUMENT)], axis=0) != 0).any(axis=1)
+    # Documents of servers end to end, so that one running maximum serves all of them.
+    shift = np.cumsum(np.r_[0, changes])[: len(ordered)] * (tasks[:, K_STOP].max(initial=0) + 1)
+    start, stop = ordered[:, K_START] + shift, ordered[:, K_STOP] + shift
+    reached = np.r_[0, np.maximum.accumulate(stop)[:-1]][: len(ordered)]
+    fresh = np.maximum(stop - np.maximum(start, reached), 0)
+    keys = np.bincount(ordered[:, SERVER], fresh, servers)
     return queries.astype(np.int64), keys.astype(np.int64)
 
 

@@ -12,7 +12,7 @@ from cad_jax.simulation.memory import memory
 from cad_jax.simulation.wlb import wlb_step
 from experiments.figures.common import KIB, Row, arguments, markdown, published_costs, record, write
 
-GATHER_SHARE = {2: 3, 4: 6, 8: 13.5, 16: 26.5, 32: 39.5}  # % of latency, by nodes
+GATHER_PERCENT = {2: 3, 4: 6, 8: 13.5, 16: 26.5, 32: 39.5}  # % of latency, by nodes
 MEMORY_SHARE = {  # %: weights and optimizer, q k v out, gathered keys, feed-forward, by CP
     2: (24, 17, 4.5, 54),
     4: (21.5, 17, 8.5, 53),
@@ -25,7 +25,7 @@ def main() -> None:
     args = arguments(__doc__)
     costs = published_costs()
     records, shares = [], []
-    for nodes, said in GATHER_SHARE.items():
+    for nodes, said in GATHER_PERCENT.items():
         row = Row("llama3-8b", 128 * KIB, nodes, nodes)
         setting = row.setting(costs)
         documents = np.full(row.tokens * 2 * nodes // (32 * KIB), 32 * KIB)

@@ -44,7 +44,8 @@ def main() -> None:
         )
         results["cad", 0.0] = cad_step(setting, nanos, ROW, tolerance=0.01)
         for key, result in results.items():
-            name = f"{key[0]} headroom {key[1]:g}"
+            dp, headroom = key
+            name = dp if isinstance(dp, str) else f"dp{dp} headroom {headroom:g}"
             result = result._replace(strategy=name)
             records.append(record("4b, 6", ROW, "pretrain", number, "h200_fa2", result))
             waiting.setdefault(key, []).append(100 * result.figures()["waiting"])

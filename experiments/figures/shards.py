@@ -19,9 +19,9 @@ KNOWN = {"llama-34b": 25, "codellama-34b": 51, "llama3-8b": 12}
 
 
 def shards(name: str) -> float:
-    model, device = model_shape(name), DEVICES["h200"]
-    assert device.peak_flops is not None
-    seconds = 2 * layer_weights(model) / (0.5 * 990e12)
+    model, peak_flops = model_shape(name), DEVICES["h200"].peak_flops
+    assert peak_flops is not None
+    seconds = 2 * layer_weights(model) / (0.5 * peak_flops)
     q_bytes = 2 * model.num_q_heads * model.head_dim
     kv_bytes = 2 * 2 * model.num_kv_heads * model.head_dim
     return 2 * (seconds * BYTES_S - 2 * q_bytes) / kv_bytes - 1

@@ -84,7 +84,7 @@ def main() -> None:
     ):
         rows.append((cause, 1.13, interval(paired(steps[name], steps["pingpong"]))))
     like = np.flatnonzero(np.abs(ms[:, 0] / 35 - 1) <= 0.1)
-    rows.append(("batches of 30 within 10% of 35 ms forward", "", len(like)))
+    rows.append((f"batches of {len(ms)} within 10% of 35 ms forward", "", f"{len(like)}"))
     if len(like):
         rows.append(("their attention backward, ms", 104, f"{ms[like, 1].mean():.1f}"))
     rows.append(

@@ -247,14 +247,20 @@ def test_tiles_that_cut_the_buffer_hold_several_tasks(tmp_path):
 def test_buffers_without_work_cost_where_it_was_measured(tmp_path):
     model = law_model(tmp_path)
     tasks = np.array(
-        [[0, 0, 512, 0, 512, 0, 0], [0, 512, 640, 128, 640, 0, 0], [3, 256, 384, 128, 384, 1, 1]]
+        [
+            [0, 0, 512, 0, 512, 0, 0],
+            [0, 512, 640, 128, 640, 0, 0],
+            [3, 256, 384, 128, 384, 1, 1],
+            [3, 640, 768, 640, 768, 1, 1],
+        ]
     )
     capacities = Capacities("direct", 1000, 3000, (1,), (1,), (1,), (1,), 1, 1, 1)
-    # 360 and 872 rows without queries; 3000 - 640 and 3000 - 256 without keys that anybody needs.
+    # 360 and 744 rows without queries; 3000 - 640 and 3000 - 384 without keys that anybody needs: those
+    # between the last two tasks' are no part of the buffer.
     for backward, query_s, key_s in ((False, 1e-9, 2e-9), (True, 2e-9, 6e-9)):
         plain = model.server_s(tasks, 2, HEADS, backward=backward)
         padded = model.server_s(tasks, 2, HEADS, backward=backward, capacities=capacities)
-        want = [360 * query_s + 2360 * key_s, 872 * query_s + 2744 * key_s]
+        want = [360 * query_s + 2360 * key_s, 744 * query_s + 2616 * key_s]
         assert padded - plain == pytest.approx(want, rel=1e-4)
     nothing = analytic(TOY)
     assert np.array_equal(
