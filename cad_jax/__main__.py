@@ -1,4 +1,4 @@
-"""The command line: `cad-jax {train, plan, simulate, compile, profile}`."""
+"""The command line: `cad-jax {train, plan, simulate, lengths, advise, compile, profile}`."""
 
 import sys
 from collections.abc import Callable
@@ -17,6 +17,8 @@ commands:
                                          cad-jax train debug_cpu8 --resume
   plan      plan a list of lengths       cad-jax plan --lengths FILE --servers 8 --tokens-per-server 65536
   simulate  a step, event by event       cad-jax simulate --ranks 8 --tokens-per-rank 65536 --workload pretrain
+  lengths   token lengths of your data   cad-jax lengths text_folder --data.paths 'folder/**/*.txt' --out FILE
+  advise    for or against CAD           cad-jax advise --lengths FILE --topology h200:8x8 --model llama3-8b
   compile   compile for GPUs not here    cad-jax compile llama3_8b_h200 --topology h200:2x8 --lengths FILE
   profile   measure this device          cad-jax profile --quick --out FILE
 
@@ -29,6 +31,8 @@ COMMANDS = {
     "train": "cad_jax.train_command",
     "plan": "cad_jax.plan_command",
     "simulate": "cad_jax.simulate_command",
+    "lengths": "cad_jax.lengths_command",
+    "advise": "cad_jax.advise_command",
     "compile": "cad_jax.compile_command",
     "profile": "cad_jax.profile_command",
 }

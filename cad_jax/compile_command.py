@@ -13,7 +13,7 @@ from cad_jax.attention.strategies import STRATEGIES
 from cad_jax.compile_report import run
 from cad_jax.config import RunConfig
 from cad_jax.recipe_arguments import recipe_field, recipe_registry
-from cad_jax.topologies import parse_topology
+from cad_jax.sharding.clusters import parse_topology
 from cad_jax.xla_options import parse_option
 
 USER_ERROR = 2  # exit code

@@ -19,13 +19,13 @@ from cad_jax.compiled_step import (
 from cad_jax.config import RunConfig
 from cad_jax.launch import PLANNED_STRATEGIES
 from cad_jax.overlap import Collective
+from cad_jax.sharding.clusters import USABLE_MEMORY, Topology
 from cad_jax.sharding.cost_model import FAST_ATTENTION_EFFICIENCY, FAST_LINEAR_EFFICIENCY
 from cad_jax.sharding.tasks import TILE_ROWS
-from cad_jax.topologies import Topology, compile_only_mesh
+from cad_jax.topologies import compile_only_mesh
 from cad_jax.xla_options import WITHOUT_GPU, Value, check_options, gpu_options
 
 GIB = 2**30
-USABLE_MEMORY = 0.8  # of a device: the rest is the CUDA context, NCCL's buffers, fragmentation
 SMALL_BYTES = 2**20  # collectives below this share one line
 _PASSES = {"forward": "fwd", "backward": "bwd", "other": ""}
 

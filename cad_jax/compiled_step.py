@@ -26,12 +26,14 @@ from cad_jax.overlap import Prediction, Timeline
 from cad_jax.pipeline.ticks import plan_step
 from cad_jax.plan_report import read_lengths
 from cad_jax.sharding.capacities import signal_capacities
+from cad_jax.sharding.clusters import Topology
 from cad_jax.sharding.cost import Device, attention_flops
 from cad_jax.sharding.cost_model import FAST_ATTENTION_EFFICIENCY, analytic
 from cad_jax.sharding.nano_batches import pack_halves
 from cad_jax.sharding.packing import pack_step
 from cad_jax.thunks import Phase, load_dump
-from cad_jax.topologies import Topology, compile_only_mesh
+from cad_jax.tolerance import predicted_tolerance, sample_count, with_tolerance
+from cad_jax.topologies import compile_only_mesh
 from cad_jax.train_step import TickArrays, TrainStep, stack
 from cad_jax.xla_options import Value
 
@@ -190,6 +192,12 @@ def lower_step(
     mesh = compile_only_mesh(topology, shape.pp, shape.dp, shape.tp)
     microbatches, per_step = documents.samples, config.training.microbatches
     step_lengths = [microbatches[m % len(microbatches)] for m in range(per_step)]
+    if config.attention.tolerance is None:
+        drawn = [microbatches[m % len(microbatches)] for m in range(sample_count(config))]
+        chosen = predicted_tolerance(
+            config, drawn, documents.max_tokens, device=topology.device, say=print
+        )
+        config = with_tolerance(config, chosen)
     whole, nano = make_strategies(
         config, microbatches, documents.max_tokens, device=topology.device, kernel=kernel
     )

@@ -75,8 +75,11 @@ class AttentionConfig:
     native, native_dense: left to XLA's partitioner, blockwise or dense masked."""
     kernel: str = "auto"
     """auto takes the fastest that runs on the platform."""
-    tolerance: float = 0.05
-    """The most loaded server's work may exceed the mean by this fraction."""
+    tolerance: float | None = 0.05
+    """The most loaded server's work may exceed the mean by this fraction; None takes the one of fewest
+    predicted seconds when a run begins."""
+    key_ranges: int = 1
+    """Servers among which the keys of one query may be divided; their partial outputs merge at home."""
     transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
     """auto takes the one with the fewest predicted seconds; ragged needs GPUs, and passes a test at the
     start of a run or is not used."""
@@ -91,10 +94,20 @@ class AttentionConfig:
         return self.transport if self.capacities is None else self.capacities.transport
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < math.inf:
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
             raise ValueError(
                 f"attention.tolerance (={self.tolerance}) must be finite and not negative; "
-                "use 0.05, a good start"
+                "use 0.05, a good start, or None to have it chosen"
+            )
+        if self.key_ranges < 1:
+            raise ValueError(
+                f"attention.key_ranges (={self.key_ranges}) must be at least 1; use 1 to keep the keys "
+                "of a query on one server"
+            )
+        if self.key_ranges > 1 and self.strategy != "cad":
+            raise ValueError(
+                f"attention.key_ranges (={self.key_ranges}) above 1 needs attention.strategy cad, whose "
+                f"planner divides keys among servers, got {self.strategy}; use 1"
             )
         if self.capacity_plans < 1:
             raise ValueError(

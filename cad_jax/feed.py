@@ -27,8 +27,8 @@ class StepWork(NamedTuple):
     batch: Batch
     arrays: Any
     digests: list[str]  # of the data and of each plan, equal on every process
-    # (query, key) pairs of each server in the first plan (of a pipeline the busiest tick), at home and
-    # as the strategy spreads them, int64 [S] both.
+    # (query, key) pairs of each server in the plan that has most of them, at home and as the strategy
+    # spreads them, int64 [S] both.
     home_pairs: np.ndarray
     server_pairs: np.ndarray
     pairs: int  # of all microbatches and servers
@@ -154,13 +154,14 @@ class StepFeed:
             )
         prepared = [[strategy.prepare(n, ranks=self._ranks) for n in m] for m in lengths]
         every = [p for m in prepared for p in m]
+        busiest = max(every, key=lambda p: int(p.pairs.sum()))
         return _Planned(
             [[p.order for p in m] for m in prepared],
             stack([[p.arrays for p in m] for m in prepared]),
             combine_figures([p.figures for p in every], [int(p.home_pairs.sum()) for p in every]),
             [p.digest for p in every],
-            every[0].home_pairs,
-            every[0].pairs,
+            busiest.home_pairs,
+            busiest.pairs,
         )
 
 

@@ -31,6 +31,7 @@ from cad_jax.run_folder import CHECKPOINTS, check_folder, check_nothing_lost, op
 from cad_jax.sharding.cost import DEVICES, Device, find_device
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.sharding.tasks import DENSE_TRANSPORTS
+from cad_jax.tolerance import settled
 from cad_jax.train import Loop, Outcome, StopRequest
 from cad_jax.train_step import TrainStep
 from cad_jax.xla_options import check_options, gpu_options
@@ -93,6 +94,8 @@ def make_strategies(
             capacities, even at home.
     """
     attention, schedule = config.attention, config.schedule()
+    tolerance = attention.tolerance
+    assert tolerance is not None, "`tolerance.settled` goes before"
     nano_tokens = config.training.tokens_per_microbatch // config.nano_batches
 
     def strategy(nano_batches: int, samples: list[tuple[np.ndarray, ...]]) -> Strategy:
@@ -103,7 +106,8 @@ def make_strategies(
             servers=config.mesh.servers,
             tokens_per_server=config.tokens_per_server // nano_batches,
             heads=config.model.head_shape(config.mesh.tp),
-            tolerance=attention.tolerance,
+            tolerance=tolerance,
+            key_ranges=attention.key_ranges,
             capacities=attention.capacities,
             transport=attention.transport,
             candidates=candidates,
@@ -171,6 +175,7 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
         check_options(gpu_options({transport}))
     first_process(lambda: check_folder(folder, resume))
     data = together(lambda: open_data(config))
+    config = settled(config, data, folder, resume, reporter.say)
     strategy, nano_strategy = proven_strategies(
         lambda candidates: together(lambda: make_run_strategies(config, data, candidates)),
         mesh=mesh,
@@ -274,8 +279,10 @@ def _describe(
         (
             "mesh",
             f"pp {config.mesh.pp}, dp {config.mesh.dp}, tp {config.mesh.tp} on {mesh.size} x {kind}, "
-            f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}",
+            f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
+            + (f"; tp splits {config.mesh.tp_splits}" if config.mesh.tp > 1 else ""),
         ),
+        *_pipeline(config),
         (
             "attention",
             f"{config.attention.strategy}: {config.mesh.servers} servers x "
@@ -305,6 +312,25 @@ def _describe(
             if step
             else "there is no checkpoint to resume from: starting at step 0"
         )
+
+
+def _pipeline(config: RunConfig) -> list[tuple[str, str]]:
+    schedule = config.schedule()
+    if schedule is None:
+        return []
+    name = "1F1B"
+    if schedule.virtual_stages > 1:
+        name = f"interleaved 1F1B, {schedule.virtual_stages} virtual stages each"
+    idle = " (a step needs as many microbatches as stages to keep all of them at work)"
+    return [
+        (
+            "pipeline",
+            f"{schedule.stages} stages, {name}, {schedule.microbatches} microbatches: "
+            f"{schedule.ticks} ticks forward, {schedule.ticks} backward, bubble of linear work "
+            f"{schedule.bubble:.0%}{idle if schedule.microbatches < schedule.stages else ''}; "
+            f"{schedule.slots} microbatches kept a stage, remat {config.training.remat}",
+        )
+    ]
 
 
 def _overlap(data: DocumentBatches) -> list[tuple[str, str]]:
@@ -346,13 +372,8 @@ def _report(
     fallbacks = sum(r["fallback_tasks"] for r in records)
     step, asked = records[-1]["step"], config.training.steps
     undivided = sum(r.get("nano_batches", 1) < config.nano_batches for r in records)
-    overlap = [
-        (
-            "overlap",
-            f"{undivided} of {len(records)} steps ran single_stream: a document longer than half a "
-            "microbatch cannot be divided",
-        )
-    ]
+    why = ": a document longer than half a microbatch cannot be divided" if undivided else ""
+    overlap = [("overlap", f"{undivided} of {len(records)} steps ran single_stream{why}")]
     rows = [
         ("steps", f"{step} of {asked}" if step <= asked else f"{step}, past the {asked} asked for"),
         (

@@ -193,7 +193,7 @@ def plot_loss(path: Path, records: Sequence[dict[str, Any]], references: dict[st
 
 
 def plot_plan(path: Path, step: int, home_pairs: np.ndarray, planned_pairs: np.ndarray) -> None:
-    """Attention work per server of one step, before and after planning. Both [S], (query, key) pairs."""
+    """Attention work per server in one plan, before and after planning. Both [S], (query, key) pairs."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     servers = np.arange(len(home_pairs))
@@ -204,7 +204,7 @@ def plot_plan(path: Path, step: int, home_pairs: np.ndarray, planned_pairs: np.n
     axes.set(
         xlabel="server",
         ylabel="million (query, key) pairs",
-        title=f"attention work per server, step {step}",
+        title=f"attention work per server, busiest plan of step {step}",
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # never over a bar

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cad_jax.sharding.clusters import Topology
 from cad_jax.sharding.cost_model import FAST_LINEAR_EFFICIENCY, analytic
 from cad_jax.thunks import Phase, Program, Thunk, phase
-from cad_jax.topologies import Topology
 
 METADATA_DTYPES = ("s32", "s64")  # rows travel as floats or unsigned integers
 

@@ -156,6 +156,16 @@ def together[T](action: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
+def from_first_process(action: Callable[[], float]) -> float:
+    """What `action` returns on process 0, to the bit on every process; its ValueError is raised on all."""
+    value = together(action if jax.process_index() == 0 else lambda: 0.0)
+    if jax.process_count() == 1:
+        return value
+    bits = np.frombuffer(np.float64(value).tobytes(), np.uint8)  # a float would travel as float32
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(bits), np.uint8)
+    return float(sent.view(np.float64)[0])
+
+
 def first_process(action: Callable[[], None]) -> None:
     """Run `action` on process 0 alone, before any process goes on; its ValueError is raised on all."""
     together(action if jax.process_index() == 0 else lambda: None)

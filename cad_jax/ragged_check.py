@@ -231,7 +231,7 @@ def _all_phases(
         exchange.dispatch_bwd(q, k, v, lse, d_out, delta, tables, POOL_AXES),
         exchange.combine_bwd(dq, dk, dv, tables, POOL_AXES),
     )
-    return [result for phase in phases for result in exchange.complete(phase)]
+    return jax.tree.leaves([exchange.complete(phase) for phase in phases])
 
 
 def _bits(x: jax.Array) -> jax.Array:

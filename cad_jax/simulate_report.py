@@ -4,7 +4,9 @@ Works where jax is not installed.
 """
 
 import json
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cad_jax.pipeline.prediction import first_microbatches
-from cad_jax.plan_report import read_lengths
+from cad_jax.plan_report import check_memory, read_lengths
+from cad_jax.sharding.clusters import CHIPS, USABLE_MEMORY
 from cad_jax.sharding.cost import DEVICES, Device, model_shape
 from cad_jax.sharding.cost_model import CostModel, Link, analytic, from_csv, shipped
 from cad_jax.sharding.nano_batches import pack_halves
@@ -23,11 +26,15 @@ from cad_jax.sharding.packing import pack_step
 from cad_jax.simulation.setting import Setting, StepResult
 from cad_jax.simulation.step import Overlap, pooled_step, pooled_works, stage_step, stage_works
 from cad_jax.simulation.trace import plot_timeline, write_trace
-from cad_jax.simulation.wlb import best_wlb_step
-from cad_jax.simulation.workloads import WORKLOADS, batches
+from cad_jax.simulation.wlb import best_wlb_step, check_microbatches
+from cad_jax.simulation.lengths import LONG_TOKENS
+from cad_jax.simulation.workloads import PUBLISHED, SHORT_DOCUMENT_TOKENS, WORKLOADS, batches
 
 Strategy = Literal["cad", "published", "home", "all_gather", "ring", "wlb"]
 GIB = 2**30
+PIPELINE_MICROBATCHES = 8  # where stages are asked for and microbatches are not
+MANY_RANKS = 512  # from here on a strategy takes minutes
+PROFILES = {"h100": "h200_fa3", "h200": "h200_fa3", "cpu": "cpu"}  # by device; others: analytic
 
 
 @dataclass(frozen=True)
@@ -39,30 +46,37 @@ class SimulateArgs:
     tokens_per_rank: int
     """Tokens of a rank in a nano-batch."""
     lengths: Path | None = None
-    """File with one document length in tokens a line, packed as in training; or give --workload."""
+    """File with one document length in tokens a line, packed as in training, at least a whole step of
+    them; or give --workload."""
     workload: str | None = None
     """Instead of --lengths: pretrain, prolong (as published), shuffled, mixed or one_long."""
     longest_tokens: int = 131_072
     """Longest document of --workload."""
     strategies: tuple[Strategy, ...] = ("cad", "published", "home", "all_gather", "ring", "wlb")
-    """Which to simulate; the trace and the plot show the first."""
+    """Which to simulate; the trace and the plot show the first, and ratios are to it. cad: this
+    project's plans. published: the planner of the published system. home: nothing is planned.
+    all_gather, ring: every document over all ranks of a stage, keys gathered or passed around. wlb:
+    variable-length packing (WLB-LLM), the published baseline."""
     model: str = "llama3-8b"
     """Whose layers: llama3-8b, llama3-70b, llama-34b and others."""
     device: str = "h200"
-    """Of the cluster: h200, h100, a100, b200."""
-    profile: str = "h200_fa3"
-    """Kernel times: a CSV of `cad-jax profile`, the name of one that ships (h200_fa2, h200_fa3), or
-    "analytic" for a fixed fraction of the device's peak."""
+    """Of the cluster: h200, h100, a100, b200, cpu."""
+    profile: str | None = None
+    """Kernel times: a CSV of `cad-jax profile`, the name of one that ships (h200_fa2, h200_fa3, cpu), or
+    "analytic" for a fixed fraction of the device's peak. By default h200_fa3 on h100 and h200, cpu on
+    cpu, else analytic."""
     tp: int = 8
     """Devices that share a rank's tokens."""
+    tp_splits: Literal["weights", "tokens"] = "tokens"
+    """What tp splits outside attention, for the memory."""
     pp: int = 1
     """Pipeline stages."""
-    microbatches: int = 1
-    """Of a step, on every rank."""
+    microbatches: int | None = None
+    """Of a step, on every rank; by default 8 with stages, 1 without."""
     tolerance: float = 0.05
     """Of cad and of the published planner."""
-    transport: Literal["auto", "direct", "relay", "exact"] = "auto"
-    """Of cad; auto takes direct or relay, exact moves only the rows needed, without padding."""
+    transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
+    """Of cad; auto takes direct or relay; ragged moves only the rows needed, without padding."""
     overlap: Overlap = "pingpong"
     """How cad and the published planner's exchanges lie beside compute."""
     between_nodes_gb_s: float | None = None
@@ -70,9 +84,11 @@ class SimulateArgs:
     recompute: float = 1.0
     """Share of the linear layers that a backward runs again; this trainer runs all of them."""
     all_remote: bool = False
-    """Peers within a node count as if they were in another."""
+    """Count every exchange between ranks at the speed of the network between nodes, also where ranks
+    share a node."""
     headroom: float = 1.0
-    """Of wlb: memory for so many times a microbatch's mean tokens."""
+    """Of wlb, at least 1: a microbatch may hold so many times the mean tokens, and needs memory for
+    them; the published baseline ran with 1, no room at all."""
     json: Path | None = None
     """Write the figures here."""
     trace: Path | None = None
@@ -80,7 +96,13 @@ class SimulateArgs:
     plot: Path | None = None
     """Draw the first strategy's timeline here (PNG)."""
 
-    def __post_init__(self) -> None:
+    @property
+    def step_microbatches(self) -> int:
+        """M, given or by default."""
+        return self.microbatches or (PIPELINE_MICROBATCHES if self.pp > 1 else 1)
+
+    def check(self) -> None:
+        """Raises ValueError for arguments that are wrong by themselves."""
         if (self.lengths is None) == (self.workload is None):
             raise ValueError("give documents once: either --lengths FILE or --workload NAME")
         if self.workload is not None and self.workload not in WORKLOADS:
@@ -91,13 +113,19 @@ class SimulateArgs:
             raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {self.device}")
         if not self.strategies:
             raise ValueError("--strategies must name at least one: cad, for instance")
+        if len(set(self.strategies)) < len(self.strategies):
+            raise ValueError(
+                f"--strategies must name each once, got {' '.join(self.strategies)}: leave out the second"
+            )
         if self.plot is not None and self.plot.suffix.lower() != ".png":
             raise ValueError(f"--plot (={self.plot}) must name a file that ends in .png: add that")
         for name in ("ranks", "tokens_per_rank", "tp", "pp", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be at least 1, got {value}: use 1 or more")
+        if self.headroom < 1:
+            raise ValueError(f"--headroom must be at least 1, got {self.headroom}: 1 is none at all")
         if not 0 <= self.recompute <= 1:
             raise ValueError(
                 f"--recompute must be from 0 to 1, got {self.recompute}: 1 is all of it"
@@ -111,18 +139,35 @@ class SimulateArgs:
                 raise ValueError(f"cannot write {path}: make the folder {path.parent} first")
 
 
-def cost_model(args: SimulateArgs) -> CostModel:
-    """The cost model that the arguments name."""
-    device: Device = DEVICES[args.device]
-    if args.profile == "analytic":
+def named_costs(device: Device, profile: str | None, between_nodes_gb_s: float | None) -> CostModel:
+    """A cost model as people name it.
+
+    profile: a CSV, the name of one that ships, or "analytic"; None: what fits the device.
+    between_nodes_gb_s: instead of the profile's or the device's. Raises ValueError for an unknown or
+    unfit profile.
+    """
+    profile = profile or PROFILES.get(device.name, "analytic")
+    if profile == "analytic":
         costs = analytic(device)
     else:
-        file = Path(args.profile)
-        costs = from_csv(file if file.suffix == ".csv" else shipped(args.profile), device)
-    if args.between_nodes_gb_s is None:
+        file = Path(profile)
+        try:
+            costs = from_csv(file if file.suffix == ".csv" else shipped(profile), device)
+        except ValueError as error:
+            if device.peak_flops is None:
+                raise
+            raise ValueError(
+                f"{error}; or give --profile analytic, a fraction of the peak of {device.name}"
+            ) from error
+    if between_nodes_gb_s is None:
         return costs
-    link = Link(1e9 * args.between_nodes_gb_s, costs.between_nodes.latency_s)
+    link = Link(1e9 * between_nodes_gb_s, costs.between_nodes.latency_s)
     return replace(costs, between_nodes=link)
+
+
+def cost_model(args: SimulateArgs) -> CostModel:
+    """The cost model that the arguments name."""
+    return named_costs(DEVICES[args.device], args.profile, args.between_nodes_gb_s)
 
 
 def microbatches(args: SimulateArgs, dp: int) -> list[list[np.ndarray]]:
@@ -130,16 +175,17 @@ def microbatches(args: SimulateArgs, dp: int) -> list[list[np.ndarray]]:
 
     ValueError where there are too few, or one is too long.
     """
-    nano_tokens = dp * args.tokens_per_rank
+    nano_tokens, count = dp * args.tokens_per_rank, args.step_microbatches
     if args.workload is not None:
+        _check_workload(args, nano_tokens)
         (batch,) = batches(
             args.workload,
             longest_tokens=args.longest_tokens,
             nano_tokens=nano_tokens,
-            nano_batches=2 * args.microbatches,
+            nano_batches=2 * count,
             number=1,
         )
-        return [batch[2 * m : 2 * m + 2] for m in range(args.microbatches)]
+        return [batch[2 * m : 2 * m + 2] for m in range(count)]
     assert args.lengths is not None
     lengths = read_lengths(args.lengths)
     longest = int(lengths.max())
@@ -148,18 +194,61 @@ def microbatches(args: SimulateArgs, dp: int) -> list[list[np.ndarray]]:
             f"a document must fit one stage's microbatch of 2 x {dp} x {args.tokens_per_rank} tokens, "
             f"and the longest has {longest}: use more ranks, more tokens, or fewer stages"
         )
+    tokens, step_tokens = int(lengths.sum()), 2 * nano_tokens * count
+    if tokens < step_tokens:
+        raise ValueError(
+            f"the documents must make up a step of {count} x 2 x {dp} x {args.tokens_per_rank} = "
+            f"{step_tokens} tokens, and {args.lengths} has {tokens}: give more documents, or fewer "
+            "microbatches, ranks or tokens"
+        )
     fill = pack_halves if longest <= nano_tokens else pack_step
-    packed = first_microbatches(lengths, args.microbatches, 2 * nano_tokens, fill=fill)
-    return packed
+    return first_microbatches(lengths, count, 2 * nano_tokens, fill=fill)
 
 
-def simulate(args: SimulateArgs) -> list[StepResult]:
-    """Every strategy's step, in the order of the arguments. Raises ValueError for bad input."""
+def _check_workload(args: SimulateArgs, nano_tokens: int) -> None:
+    """Raises ValueError for a longest document that the workload cannot have, in the options' words."""
+    product = f"--tokens-per-rank x --ranks / --pp (= {nano_tokens})"
+    longest = args.longest_tokens
+    if not SHORT_DOCUMENT_TOKENS <= longest <= nano_tokens:
+        raise ValueError(
+            f"--longest-tokens must be from {SHORT_DOCUMENT_TOKENS} to {product}, got {longest}: a "
+            "document lies within one nano-batch; use shorter documents, more tokens or more ranks"
+        )
+    if args.workload in PUBLISHED and (longest % LONG_TOKENS or nano_tokens % longest):
+        raise ValueError(
+            f"--longest-tokens of {args.workload} must be a multiple of {LONG_TOKENS} and divide "
+            f"{product}, got {longest}: use 65536 or 131072, or --workload mixed, which takes any"
+        )
+
+
+def padding_share(args: SimulateArgs, documents: Sequence[Sequence[np.ndarray]]) -> float:
+    """Of the step's tokens."""
+    held = sum(int(nano.sum()) for microbatch in documents for nano in microbatch)
+    slots = 2 * args.tokens_per_rank * args.ranks // args.pp * len(documents)
+    return 1 - held / slots
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Every strategy's step, in the order of the arguments, and the share of the step that is padding."""
+
+    results: list[StepResult]
+    padding: float
+
+
+def simulate(args: SimulateArgs, console: Console) -> Simulation:
+    """Raises ValueError for bad input, before the first strategy."""
+    args.check()
     setting = Setting(
         model_shape(args.model), cost_model(args), args.ranks, args.tp, args.pp, args.recompute,
-        args.all_remote, head=True,
+        args.all_remote, head=True, tokens_over_tp=args.tp_splits == "tokens",
     )  # fmt: skip
+    _ = setting.heads  # refuses a tp that does not divide them
+    packings = (args.step_microbatches, 2 * args.step_microbatches)
+    if "wlb" in args.strategies:
+        check_microbatches(args.pp, packings)
     documents = microbatches(args, setting.dp)
+    check_memory(args.ranks, args.pp * max(len(n) for m in documents for n in m))
     nano_batches = len(documents[0])
     tokens = 2 * args.tokens_per_rank // nano_batches
     longest = max(int(n.max(initial=0)) for m in documents for n in m)
@@ -171,8 +260,9 @@ def simulate(args: SimulateArgs) -> list[StepResult]:
             transport=transport, longest=longest,
         )  # fmt: skip
         return pooled_step(
-            setting, documents, works, tokens=tokens, overlap=args.overlap, name=name
-        )
+            setting, documents, works, tokens=tokens, overlap=args.overlap, name=name,
+            published=name == "published",
+        )  # fmt: skip
 
     def staged(name: Literal["home", "all_gather", "ring"]) -> StepResult:
         works = stage_works(setting, documents, strategy=name, tokens=tokens, longest=longest)
@@ -181,9 +271,8 @@ def simulate(args: SimulateArgs) -> list[StepResult]:
     def packed() -> StepResult:
         everything = [n for m in documents for n in m]
         return best_wlb_step(
-            setting, everything, microbatches=(args.microbatches, 2 * args.microbatches),
-            headroom=args.headroom,
-        )  # fmt: skip
+            setting, everything, microbatches=packings, headroom=args.headroom
+        )
 
     run: dict[Strategy, Callable[[], StepResult]] = {
         "cad": lambda: pooled("cad"),
@@ -193,11 +282,36 @@ def simulate(args: SimulateArgs) -> list[StepResult]:
         "ring": lambda: staged("ring"),
         "wlb": packed,
     }
-    return [run[name]() for name in args.strategies]
+    many = args.ranks >= MANY_RANKS
+    if many:
+        console.print(
+            f"{args.ranks} ranks: each strategy takes minutes; name fewer --strategies, or --ranks, for "
+            "an answer sooner"
+        )
+    results = []
+    for nth, name in enumerate(args.strategies, 1):
+        began = time.perf_counter()
+        with console.status(f"simulating {name}, {nth} of {len(args.strategies)}"):
+            results.append(run[name]())
+        if many:
+            console.print(f"{name}: simulated in {time.perf_counter() - began:.0f} s")
+    return Simulation(results, padding_share(args, documents))
 
 
-def table(results: list[StepResult], args: SimulateArgs, label: str) -> Table:
+def usable_bytes(device: str) -> float | None:
+    """Of a device's memory, for a step; None where its memory is not known."""
+    return USABLE_MEMORY * CHIPS[device].memory_bytes if device in CHIPS else None
+
+
+def fits(result: StepResult, device: str) -> bool | None:
+    """Whether the step fits the device; None where its memory is not known."""
+    usable = usable_bytes(device)
+    return None if usable is None else result.memory.total <= usable
+
+
+def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
     """The figures for people."""
+    results = simulation.results
     tp = f" x {args.tp} devices" if args.tp > 1 else ""
     title = f"One step of {args.model} on {args.ranks} ranks{tp}, simulated"
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
@@ -205,13 +319,15 @@ def table(results: list[StepResult], args: SimulateArgs, label: str) -> Table:
         "strategy": lambda r, f: r.strategy.replace("wlb ", "wlb\n"),
         "s": lambda r, f: f"{r.step_s:.3f}",
         "ratio": lambda r, f: f"{r.step_s / results[0].step_s:.3f}",
-        "MFU": lambda r, f: f"{r.mfu:.1%}",
-        "exposed": lambda r, f: f"{f['exposed_communication']:.1%}",
+        "MFU": lambda r, f: "-" if math.isnan(r.mfu) else f"{r.mfu:.1%}",
+        "ex-\nposed": lambda r, f: f"{f['exposed_communication']:.1%}",
+        "idle": lambda r, f: f"{f['idle']:.1%}",
         "bubble": lambda r, f: f"{f['bubble']:.1%}",
-        "waiting": lambda r, f: f"{f['waiting']:.1%}",
-        "max/mean": lambda r, f: f"{r.attention_max_over_mean:.3f}",
+        "max/\nmean": lambda r, f: f"{r.attention_max_over_mean:.3f}",
         "sent": lambda r, f: f"{f['wire_bytes_mean'] / GIB:.1f}",
-        "held": lambda r, f: f"{f['memory_bytes'] / GIB:.0f}",
+        "held": lambda r, f: (
+            f"{f['memory_bytes'] / GIB:.0f}" + "!" * (fits(r, args.device) is False)
+        ),
     }
     if args.pp == 1:
         del columns["bubble"]
@@ -220,12 +336,46 @@ def table(results: list[StepResult], args: SimulateArgs, label: str) -> Table:
     for r in results:
         figures = r.figures()
         result.add_row(*(cell(r, figures) for cell in columns.values()))
+    bubble = (
+        "; bubble: share of a schedule's ticks in which a stage has no microbatch, lockstep (cad, "
+        "published) or not"
+    )
     result.caption = (
-        f"exposed, bubble, waiting: shares of all rank-seconds; sent, held: GiB of a device; kernel times {label}; MFU counts causal FLOPs, backward 2 times "
+        f"ratio: seconds over {results[0].strategy}'s; idle: share of all rank-seconds without work of a "
+        "rank's own; exposed: of them, on the network; "
+        f"sent, held: GiB of a device; kernel times {label}; MFU counts causal FLOPs, backward 2 times "
         "(linear) and 2.5 times (attention) the forward, nothing run again; parameter collectives, "
-        "optimizer and host take no time; memory is derived"
+        "optimizer and host take no time; memory is derived, ! does not fit "
+        f"{USABLE_MEMORY:.0%} of the device's; padding {simulation.padding:.1%} of the step's tokens"
+        f"{bubble if args.pp > 1 else ''}"
     )
     return result
+
+
+def figures(simulation: Simulation, args: SimulateArgs, label: str) -> dict[str, Any]:
+    """Everything as plain values, null for what is not known."""
+
+    def plain(result: StepResult) -> dict[str, Any]:
+        values = {n: None if math.isnan(v) else v for n, v in result.figures().items()}
+        return values | {
+            "label": "simulated",
+            "memory": result.memory._asdict(),
+            "memory_label": "derived",
+            "fits": fits(result, args.device),
+        }
+
+    return {
+        "label": "simulated",
+        "kernel_times": label,
+        "model": args.model,
+        "ranks": args.ranks,
+        "tp": args.tp,
+        "pp": args.pp,
+        "microbatches": args.step_microbatches,
+        "padding": simulation.padding,
+        "usable_bytes": usable_bytes(args.device),
+        "steps": {r.strategy: plain(r) for r in simulation.results},
+    }
 
 
 def run(args: SimulateArgs, console: Console | None = None) -> list[StepResult]:
@@ -234,21 +384,19 @@ def run(args: SimulateArgs, console: Console | None = None) -> list[StepResult]:
     Raises ValueError for bad input, before anything is written.
     """
     console = console or Console()
-    results = simulate(args)
-    label = cost_model(args).label
-    console.print(table(results, args, label))
+    simulation = simulate(args, console)
+    results, label = simulation.results, cost_model(args).label
+    console.print(table(simulation, args, label))
+    for result in results:
+        if fits(result, args.device) is False:
+            console.print(
+                f"{result.strategy} does not fit: {result.memory.total / GIB:.0f} GiB, of which "
+                f"{USABLE_MEMORY:.0%} of {args.device}'s memory holds "
+                f"{(usable_bytes(args.device) or 0) / GIB:.0f}: use more ranks, stages or --tp"
+            )
     first = results[0]
     if args.json is not None:
-        figures: dict[str, Any] = {
-            "label": "simulated",
-            "kernel_times": label,
-            "model": args.model,
-            "ranks": args.ranks,
-            "tp": args.tp,
-            "pp": args.pp,
-            "steps": {r.strategy: r.figures() | {"memory": r.memory._asdict()} for r in results},
-        }
-        args.json.write_text(json.dumps(figures, indent=1))
+        args.json.write_text(json.dumps(figures(simulation, args, label), indent=1))
         console.print(f"wrote {args.json}")
     if args.trace is not None:
         write_trace(first.timeline.events, args.ranks, args.trace)

@@ -91,15 +91,13 @@ class TrainStep:
 
     Args:
         config: the model.
-        mesh: axes ("pp", "dp", "tp"). An AbstractMesh serves `trace` alone: shapes and memory of
-            a mesh that is not here.
+        mesh: axes ("pp", "dp", "tp"). An AbstractMesh, of a mesh that is not here, serves `trace`.
         strategy: how attention is distributed.
         optimizer: AdamW's settings.
         remat: what the backward pass computes again (`Llama.run_layers`, `pipeline.remat`).
         nano_strategy: the same for batches of two nano-batches, which run as ping-pong.
         schedule: of the pipeline's ticks, where pp is above 1.
-        tokens_over_tp: what tp splits outside attention (`Parallelism`); the strategies must have
-            been made for it.
+        tokens_over_tp: what tp splits outside attention (`Parallelism`), in the strategies too.
 
     Raises:
         ValueError: the model does not split over the mesh.
@@ -263,6 +261,8 @@ class TrainStep:
         leading = (chunks, stages) if to_stages else (stages, chunks)
 
         def move(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+            # Norm weights lie over stages alone: small, and their way has to be spelled out to XLA.
+            x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, P())) if x.ndim == 2 else x
             moved = x.reshape(*leading, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
             return lax.with_sharding_constraint(moved, sharding)
 

@@ -20,7 +20,7 @@ from case_table import Texts, fill
 
 from cad_jax.compiled_step import compile_step, sample_documents
 from cad_jax.recipes import llama3_8b_h200
-from cad_jax.topologies import parse_topology
+from cad_jax.sharding.clusters import parse_topology
 from cad_jax.xla_options import GPU_OPTIONS, WITHOUT_GPU
 
 TOPOLOGY = parse_topology("h200:8x8")

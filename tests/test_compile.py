@@ -23,10 +23,11 @@ from cad_jax.config import AttentionConfig, MeshConfig, RunConfig, TrainingConfi
 from cad_jax.model_config import LlamaConfig
 from cad_jax.overlap import Prediction, Timeline
 from cad_jax.recipes import llama3_8b_h200
+from cad_jax.sharding.clusters import parse_topology
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.cost_model import FAST_LINEAR_EFFICIENCY
 from cad_jax.thunks import load_dump
-from cad_jax.topologies import PLUGINS, compile_only_mesh, parse_topology
+from cad_jax.topologies import PLUGINS, compile_only_mesh
 from cad_jax.xla_options import GPU_OPTIONS, WITHOUT_GPU, check_options, gpu_options, parse_option
 from tests.compile_cases import ROWS, TRIPS, WIDTH, mixed, pingpong, ragged
 

@@ -76,6 +76,11 @@ def test_damaged_files_are_refused(tmp_path):
         ),
         (lambda: AttentionConfig(tolerance=math.inf), r"\(=inf\) must be finite .*; use 0.05"),
         (lambda: AttentionConfig(tolerance=math.nan), r"\(=nan\) must be finite .*; use 0.05"),
+        (lambda: AttentionConfig(key_ranges=0), r"key_ranges \(=0\) must be at least 1; use 1"),
+        (
+            lambda: AttentionConfig(strategy="ring", key_ranges=4),
+            r"key_ranges \(=4\) above 1 needs attention.strategy cad, .*, got ring; use 1",
+        ),
         (
             lambda: AttentionConfig(capacity_plans=0),
             r"capacity_plans \(=0\) must be at least 1; use 200",

@@ -6,10 +6,10 @@ from collections import defaultdict
 import pytest
 
 from cad_jax.overlap import Timeline, collective_traffic
+from cad_jax.sharding.clusters import parse_topology
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.cost_model import FAST_LINEAR_EFFICIENCY
 from cad_jax.thunks import load_program
-from cad_jax.topologies import parse_topology
 
 TOPOLOGY = parse_topology("h200:2x8")
 H200 = DEVICES["h200"]

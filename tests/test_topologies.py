@@ -6,15 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from cad_jax.sharding.clusters import CHIPS, parse_topology
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.mesh import MESH_AXES
-from cad_jax.topologies import (
-    CHIPS,
-    PLUGINS,
-    compile_only_mesh,
-    parse_topology,
-    target_config,
-)
+from cad_jax.topologies import PLUGINS, compile_only_mesh, target_config
 
 needs_compiler = pytest.mark.skipif(
     not any(importlib.util.find_spec(p) for p in PLUGINS), reason="no CUDA plugin"

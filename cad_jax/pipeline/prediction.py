@@ -5,8 +5,10 @@ Shape letters: P stages, M microbatches, N nano-batches, V virtual stages, T tok
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -87,18 +89,28 @@ def first_microbatches(
 
     ValueError where there are too few documents, or one is longer than a microbatch.
     """
-    packed = []
-    for step, _ in zip(pack(lengths, tokens, fill=fill), range(microbatches), strict=False):
-        bounds = np.cumsum(step.nano_pieces)[:-1]
-        packed.append(np.split(np.asarray(step.lengths, np.int64), bounds))
-    if len(packed) < microbatches:
+    step = next(packed_steps(lengths, microbatches, tokens, fill=fill), [])
+    if len(step) < microbatches:
         raise ValueError(
             f"a step needs {microbatches} microbatches of {tokens} tokens, the documents make up "
-            f"{len(packed)}: give more documents, or fewer microbatches or tokens"
+            f"{len(step)}: give more documents, or fewer microbatches or tokens"
         )
-    if len({len(nanos) for nanos in packed}) > 1:
-        return [[np.concatenate(nanos)] for nanos in packed]
-    return packed
+    return step
+
+
+def packed_steps(
+    lengths: np.ndarray, microbatches: int, tokens: int, *, fill: FillStep = pack_step
+) -> Iterator[list[list[np.ndarray]]]:
+    """The steps that packing makes of these documents, each as `first_microbatches` gives it; the last
+    one may have fewer microbatches."""
+    packed = pack(lengths, tokens, fill=fill)
+    while step := list(islice(packed, microbatches)):
+        nanos = [
+            np.split(np.asarray(m.lengths, np.int64), np.cumsum(m.nano_pieces)[:-1]) for m in step
+        ]
+        if len({len(n) for n in nanos}) > 1:
+            nanos = [[np.concatenate(n)] for n in nanos]
+        yield nanos
 
 
 def tick_seconds(

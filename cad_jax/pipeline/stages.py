@@ -263,9 +263,12 @@ class _Executor:
         d_x = jnp.where(self._finishes(tick.scored), d_finished, state.received)
         d_x = jnp.where(own.active, d_x, 0)
         entry = jax.tree.map(lambda buffer: _take(buffer, own), forward.stash)
+        # The stage begins when the loss is done, also where it runs attention again first: devices of
+        # one host could otherwise wait in the loss's collectives and in an exchange for each other.
+        x, d_x = lax.optimization_barrier((entry.x, d_x))
         d_xs, d_layers = self.stage.backward(
             self._layers(own),
-            self.boundary.whole(entry.x),
+            self.boundary.whole(x),
             entry.saved,
             self.boundary.placed_rows(d_x),
             self._positions(own),

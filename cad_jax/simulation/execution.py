@@ -40,7 +40,7 @@ class Stage:
     timeline: Timeline
     first_rank: int
     ready: np.ndarray
-    masked: np.ndarray | None = None  # bool [r]: ranks whose linear work is on nothing
+    masked: np.ndarray | None = None  # bool [r]: ranks whose linear layers are on nothing
 
     # Pieces.
 

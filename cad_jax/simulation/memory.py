@@ -1,4 +1,5 @@
-"""Bytes of memory of one device, by what holds them. Host only; derived, nothing here was measured.
+"""Bytes of memory of one device in the published systems, by what holds them. Host only; derived, nothing
+here was measured. This project's own steps: `pipeline.memory`.
 
 What a layer keeps for its backward, per token and device, bf16: the layer's input, q, k, v, out and the
 log-sum-exp, and where the feed-forward is not run again its gate, its up-projection and their product.

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cad_jax.pipeline.memory import StepMemory, estimate_memory
 from cad_jax.pipeline.prediction import device_heads
+from cad_jax.pipeline.schedule import Schedule, one_f_one_b
 from cad_jax.pipeline.ticks import MicrobatchLengths
 from cad_jax.sharding.cost import ModelShape, attention_flops
 from cad_jax.sharding.cost_model import CostModel, layer_weights
-from cad_jax.sharding.tasks import HeadShape, causal_pairs
+from cad_jax.sharding.tasks import Capacities, HeadShape, causal_pairs
 from cad_jax.simulation import strategies
 from cad_jax.simulation.memory import Memory
 from cad_jax.simulation.strategies import Pool
@@ -31,6 +33,7 @@ class Setting:
     gradient_bytes: of a baseline's dk and dv on the wire, over those of k and v; gather_again: whether
     its backward gathers keys once more; gather_share: of the network's bandwidth that its collectives
     reach. keeps_ffn: the backward does not run the feed-forward again, and its rows stay in memory.
+    tokens_over_tp: whether tp splits tokens, or weights, outside attention, for the memory.
     """
 
     model: ModelShape
@@ -45,6 +48,7 @@ class Setting:
     gather_again: bool = True
     gather_share: float = 1.0
     keeps_ffn: bool = False
+    tokens_over_tp: bool = True
 
     def __post_init__(self):
         if self.ranks < 1 or self.pp < 1 or self.ranks % self.pp:
@@ -76,15 +80,18 @@ class StepResult(NamedTuple):
     """A simulated step.
 
     wire_bytes: float64 [R], of a device of each rank on its busier side, all layers, both passes.
-    attention_max_over_mean: seconds of the ranks' attention over the whole step.
+    mfu: nan for a device without a published peak. bubble: of the schedule, the share of ticks in which a
+    stage has no microbatch, whether it waits for them or not. attention_max_over_mean: seconds of the
+    ranks' attention over the whole step.
     """
 
     strategy: str
     step_s: float
     mfu: float
+    bubble: float
     accounts: Accounts
     wire_bytes: np.ndarray
-    memory: Memory
+    memory: Memory | StepMemory
     attention_max_over_mean: float
     timeline: Timeline
 
@@ -100,9 +107,11 @@ class StepResult(NamedTuple):
             "step_s": self.step_s,
             "mfu": self.mfu,
             "linear_s_mean": float(accounts.linear_s.mean()),
+            "head_s_mean": float(accounts.head_s.mean()),
             "attention_s_mean": float(accounts.attention_s.mean()),
             "exposed_communication": share(accounts.exposed_s),
-            "bubble": share(accounts.masked_s),
+            "bubble": self.bubble,
+            "masked": share(accounts.masked_s),
             "waiting": share(accounts.waiting_s),
             "idle": share(accounts.idle_s),
             "attention_max_over_mean": self.attention_max_over_mean,
@@ -164,23 +173,48 @@ def sent_bytes(works: Sequence[Sequence[AttentionWork]], layers: int, forward: i
     return np.asarray(layers * (out + home), np.float64)
 
 
+def own_memory(
+    setting: Setting,
+    query_rows: int,
+    key_rows: int,
+    *,
+    rank_tokens: int,
+    nano_batches: int,
+    microbatches: int,
+) -> StepMemory:
+    """A device's memory as this project's trainer uses it.
+
+    query_rows, key_rows: a server's buffers for one nano-batch. rank_tokens: N T, of a rank in a
+    microbatch.
+    """
+    rows = (n * nano_batches // 2 for n in (query_rows, key_rows))  # the estimate counts two
+    none = (0,)
+    return estimate_memory(
+        setting.model, setting.heads, Capacities("direct", *rows, none, none, none, none, 0, 0, 0),
+        one_f_one_b(setting.pp, microbatches) if setting.pp > 1 else None,
+        tokens_per_rank=rank_tokens, dp=setting.dp, tp=setting.tp,
+        tokens_over_tp=setting.tokens_over_tp and setting.tp > 1,
+    )  # fmt: skip
+
+
 def result_of(
     name: str,
     setting: Setting,
+    schedule: Schedule,
     lengths: MicrobatchLengths,
     timeline: Timeline,
     attention_s: np.ndarray,
     wire_bytes: np.ndarray,
-    memory: Memory,
+    memory: Memory | StepMemory,
 ) -> StepResult:
-    peak = setting.costs.device.peak_flops
-    assert peak is not None, setting.costs.device
+    peak = setting.costs.device.peak_flops or np.nan
     step_s = timeline.makespan_s
     mean = attention_s.mean()
     return StepResult(
         strategy=name,
         step_s=step_s,
         mfu=model_flops(setting, lengths) / (peak * setting.ranks * setting.tp * step_s),
+        bubble=schedule.bubble,
         accounts=timeline.accounts(),
         wire_bytes=wire_bytes,
         memory=memory,

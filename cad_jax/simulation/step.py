@@ -15,7 +15,7 @@ import numpy as np
 from cad_jax.pipeline.schedule import IDLE, one_f_one_b
 from cad_jax.pipeline.ticks import MicrobatchLengths, check_microbatches, compositions
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.tasks import stage_documents, stage_lengths
+from cad_jax.sharding.tasks import Capacities, stage_documents, stage_lengths
 from cad_jax.simulation import strategies
 from cad_jax.simulation.execution import Mode, Stage
 from cad_jax.simulation.memory import memory
@@ -24,11 +24,12 @@ from cad_jax.simulation.setting import (
     StepResult,
     boundary_s,
     head_seconds,
+    own_memory,
     pool_of,
     result_of,
     sent_bytes,
 )
-from cad_jax.simulation.strategies import Transport
+from cad_jax.simulation.strategies import Pool, Transport
 from cad_jax.simulation.timeline import Timeline
 from cad_jax.simulation.work import AttentionWork, linear_work, signal
 
@@ -52,34 +53,66 @@ def pooled_works(
     exchanges as large as capacities that hold 99.9% of these plans, as in a run, instead of what each
     plan needs.
     """
-    schedule = one_f_one_b(setting.pp, len(lengths))
-    nano_batches = check_microbatches(schedule, lengths)
     pool = pool_of(setting, setting.ranks, tokens, longest)
-    distinct, of_tick = compositions(schedule)
-    stage_tokens = setting.dp * tokens
-    ticks = [
-        [stage_lengths(tick, [m[nano] for m in lengths]) for nano in range(nano_batches)]
-        for tick in distinct.tolist()
-    ]
     if strategy == "published":
         made = [
             [strategies.published_work(stages, pool, tolerance) for stages in nanos]
-            for nanos in ticks
+            for nanos in _ticks(setting, lengths)
         ]
-    else:
-        plans: list[list[Plan]] = []
-        for nanos in ticks:
-            placed = [stage_documents(stages, stage_tokens) for stages in nanos]
-            plans.append([strategies.plan(d, pool, tolerance, starts) for d, starts in placed])
-        everything = [p for nanos in plans for p in nanos]
-        chosen = transport or strategies.transport_of(everything, pool)
-        held = (
-            strategies.run_capacities(everything, pool, chosen)
-            if static_capacities and chosen != "exact"
-            else None
-        )
-        made = [[strategies.planned_work(p, pool, chosen, held) for p in nanos] for nanos in plans]
-    return [made[at] for at in of_tick]
+        return [made[at] for at in compositions(one_f_one_b(setting.pp, len(lengths)))[1]]
+    plans = tick_plans(setting, lengths, pool, tolerance)
+    everything = [p for nanos in plans for p in nanos]
+    chosen = transport or strategies.transport_of(everything, pool)
+    held = (
+        strategies.run_capacities(everything, pool, chosen)
+        if static_capacities
+        else None
+    )
+    return works_of_plans(setting, plans, pool, len(lengths), chosen, held)
+
+
+def tick_plans(
+    setting: Setting,
+    lengths: MicrobatchLengths,
+    pool: Pool,
+    tolerance: float,
+    key_ranges: int = 1,
+) -> list[list[Plan]]:
+    """cad's plans, one for each different tick of `one_f_one_b(pp, M)` and nano-batch. pool: of the
+    ranks of all stages. key_ranges: see `plan_documents`."""
+    stage_tokens = setting.dp * pool.tokens_per_server
+    placed = [
+        [stage_documents(stages, stage_tokens) for stages in nanos]
+        for nanos in _ticks(setting, lengths)
+    ]
+    return [
+        [strategies.plan(d, pool, tolerance, starts, key_ranges) for d, starts in nanos]
+        for nanos in placed
+    ]
+
+
+def works_of_plans(
+    setting: Setting,
+    plans: Sequence[Sequence[Plan]],
+    pool: Pool,
+    microbatches: int,
+    transport: Transport,
+    capacities: Capacities | None,
+) -> list[list[AttentionWork]]:
+    """Work of each tick and nano-batch, [2 * ticks][N], from `tick_plans` of M microbatches.
+    capacities: see `strategies.planned_work`."""
+    made = [[strategies.planned_work(p, pool, transport, capacities) for p in n] for n in plans]
+    return [made[at] for at in compositions(one_f_one_b(setting.pp, microbatches))[1]]
+
+
+def _ticks(setting: Setting, lengths: MicrobatchLengths) -> list[list[list[np.ndarray]]]:
+    """Documents of each stage, for each different tick and nano-batch."""
+    schedule = one_f_one_b(setting.pp, len(lengths))
+    nano_batches = check_microbatches(schedule, lengths)
+    return [
+        [stage_lengths(tick, [m[nano] for m in lengths]) for nano in range(nano_batches)]
+        for tick in compositions(schedule)[0].tolist()
+    ]
 
 
 def pooled_step(
@@ -90,11 +123,13 @@ def pooled_step(
     tokens: int,
     overlap: Overlap = "pingpong",
     name: str = "cad",
+    published: bool = False,
 ) -> StepResult:
     """A step whose ranks of all stages share their attention, tick after tick in lockstep.
 
     works: of `pooled_works`, for the same lengths. Idle stages run linear layers on nothing, and
-    attention for the others.
+    attention for the others; all stages share head and loss alike. published: memory is that of the
+    published system, not of this project's trainer.
     """
     schedule = one_f_one_b(setting.pp, len(lengths))
     wire = setting.wire(setting.ranks)
@@ -115,7 +150,8 @@ def pooled_step(
         if phase == "F":
             stage.forward(works[tick], linear, setting.layers, mode)
         else:
-            stage.run("linear", "head", head)
+            scored = schedule.losses[tick] != IDLE
+            stage.run("head" if scored else "masked", "head", head)
             stage.backward(works[schedule.ticks + tick], linear, setting.layers, mode)
         if setting.pp > 1:
             seconds = boundary_s(setting, tokens * nano_batches)
@@ -124,18 +160,29 @@ def pooled_step(
             )
             stage.ready = after
     attended = np.array([[w.forward_s for w in nanos] for nanos in works[: schedule.ticks]])
-    held = max((w for nanos in works for w in nanos), key=lambda w: w.query_rows)
-    keys = max((w for nanos in works for w in nanos), key=lambda w: w.key_rows)
-    flight = int(schedule.in_flight.max()) * tokens * nano_batches
-    return result_of(
-        name, setting, lengths, timeline, attended.sum(axis=(0, 1)),
-        sent_bytes(works, setting.layers, schedule.ticks),
-        memory(
+    query_rows, key_rows = _most_rows(works)
+    if published:
+        flight = int(schedule.in_flight.max()) * tokens * nano_batches
+        held = memory(
             setting.model, setting.heads, tp=setting.tp, pp=setting.pp, tokens_in_flight=flight,
-            keeps_ffn=setting.keeps_ffn, weight_shards=setting.dp, query_rows=held.query_rows,
-            key_rows=keys.key_rows,
-        ),
+            keeps_ffn=setting.keeps_ffn, weight_shards=setting.dp, query_rows=query_rows,
+            key_rows=key_rows,
+        )  # fmt: skip
+    else:
+        held = own_memory(
+            setting, query_rows, key_rows, rank_tokens=tokens * nano_batches,
+            nano_batches=nano_batches, microbatches=len(lengths),
+        )  # fmt: skip
+    return result_of(
+        name, setting, schedule, lengths, timeline, attended.sum(axis=(0, 1)),
+        sent_bytes(works, setting.layers, schedule.ticks), held,
     )  # fmt: skip
+
+
+def _most_rows(works: Sequence[Sequence[AttentionWork]]) -> tuple[int, int]:
+    """Query and key rows of the fullest buffers."""
+    every = [work for nanos in works for work in nanos]
+    return max(w.query_rows for w in every), max(w.key_rows for w in every)
 
 
 def stage_works(
@@ -144,7 +191,7 @@ def stage_works(
     *,
     strategy: Literal["home", "all_gather", "ring"],
     tokens: int,
-    transport: Transport = "exact",
+    transport: Transport = "ragged",
     longest: int | None = None,
 ) -> list[list[AttentionWork]]:
     """Work of each microbatch and nano-batch over the ranks of one stage: [M][N]."""
@@ -154,7 +201,7 @@ def stage_works(
         if strategy == "home":
             return strategies.planned_work(strategies.at_home(nano, pool), pool, transport)
         if strategy == "ring":
-            return strategies.ring_work(nano, pool)
+            return strategies.ring_work(nano, pool, gradient_bytes=setting.gradient_bytes)
         return strategies.gathered_work(
             nano,
             pool,
@@ -173,12 +220,13 @@ def stage_step(
     tokens: Sequence[np.ndarray] | int,
     overlap: Overlap = "single_stream",
     name: str = "home",
+    published: bool = False,
 ) -> StepResult:
     """A step whose stages share nothing but what they hand on; the ranks of a stage may be several
     replicas that never wait for each other before the end.
 
     works: [M][N] over the ranks of one stage. tokens: T, or int [M] arrays [dp] of a nano-batch of each
-    rank.
+    rank. published: see `pooled_step`.
     """
     schedule = one_f_one_b(setting.pp, len(works))
     dp, nano_batches = setting.dp, len(works[0])
@@ -208,24 +256,27 @@ def stage_step(
             if phase == "F":
                 stage.forward(works[microbatch], lin, setting.layers, mode)
             else:
-                stage.run(
-                    "linear", "head", head_seconds(setting, tokens[microbatch] * nano_batches)
-                )
+                head = head_seconds(setting, tokens[microbatch] * nano_batches)
+                stage.run("head", "head", head)
                 stage.backward(works[microbatch], lin, setting.layers, mode)
             done[phase, s, microbatch] = stage.ready
     attended = np.array([[w.forward_s for w in nanos] for nanos in works]).sum(axis=(0, 1))
     most = max(float(t.max()) for t in tokens) * nano_batches
-    in_flight = min(len(works), setting.pp) * most
-    first = works[0][0]
-    kept = 0.0
-    if not setting.gather_again and first.dispatch.hops and not first.forward_steps:
-        kept = in_flight * (first.group_ranks - 1)
-    return result_of(
-        name, setting, lengths, timeline, np.tile(attended, setting.pp),
-        np.tile(sent_bytes(works, setting.layers, len(works)), setting.pp),
-        memory(
+    query_rows, key_rows = _most_rows(works)
+    if published:
+        in_flight = min(len(works), setting.pp) * most
+        kept = works[0][0].group_ranks - 1 if works[0][0].keeps_gathered else 0
+        held = memory(
             setting.model, setting.heads, tp=setting.tp, pp=setting.pp, tokens_in_flight=in_flight,
-            keeps_ffn=setting.keeps_ffn, weight_shards=dp, gathered_tokens=kept, query_rows=first.query_rows,
-            key_rows=0 if kept else first.key_rows,
-        ),
+            keeps_ffn=setting.keeps_ffn, weight_shards=dp, gathered_tokens=kept * in_flight,
+            query_rows=query_rows, key_rows=0 if kept else key_rows,
+        )  # fmt: skip
+    else:
+        held = own_memory(
+            setting, query_rows, key_rows, rank_tokens=int(most), nano_batches=nano_batches,
+            microbatches=len(works),
+        )  # fmt: skip
+    return result_of(
+        name, setting, schedule, lengths, timeline, np.tile(attended, setting.pp),
+        np.tile(sent_bytes(works, setting.layers, len(works)), setting.pp), held,
     )  # fmt: skip

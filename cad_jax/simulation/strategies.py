@@ -1,7 +1,9 @@
 """Ways of spreading core attention over ranks, each as the work of one layer and nano-batch. Host only.
 
-    cad          this project's planner; transports direct, relay, or exact (only the rows needed)
-    published    the published planner, one exact exchange each way
+    cad          this project's planner; transports direct and relay, or ragged, which moves only the
+                 rows needed once their offsets are known
+    published    the published planner, one exchange of exactly the rows needed each way, with nothing
+                 before it
     home         every task at its home, keys before it fetched from other ranks
     all_gather   every document spread over all ranks head and tail, keys and values of all gathered
     ring         the same spread, keys and values passed around while attention runs
@@ -44,7 +46,7 @@ from cad_jax.simulation.work import (
 )
 
 Name = Literal["cad", "published", "home", "all_gather", "ring"]
-Transport = Literal["direct", "relay", "exact"]
+Transport = Literal["direct", "relay", "ragged"]
 NAMES: tuple[Name, ...] = get_args(Name)
 POOLED: tuple[Name, ...] = ("cad", "published")  # plans over the ranks of all pipeline stages
 GRADIENT_BYTES = 2  # of the baselines' dk and dv on the wire over those of k and v: float32
@@ -73,9 +75,13 @@ class Pool:
 
 
 def plan(
-    lengths: np.ndarray, pool: Pool, tolerance: float, starts: np.ndarray | None = None
+    lengths: np.ndarray,
+    pool: Pool,
+    tolerance: float,
+    starts: np.ndarray | None = None,
+    key_ranges: int = 1,
 ) -> Plan:
-    """This project's plan, with roomy capacities."""
+    """This project's plan, with roomy capacities. key_ranges: see `plan_documents`."""
     heads = pool.heads
     return plan_documents(
         lengths,
@@ -87,6 +93,7 @@ def plan(
         tolerance=tolerance,
         max_document_tokens=pool.max_document_tokens,
         starts=starts,
+        key_ranges=key_ranges,
     )
 
 
@@ -125,12 +132,13 @@ def planned_work(
 ) -> AttentionWork:
     """A plan's work. capacities: static ones of a run, by default just what this plan needs."""
     forward, backward = attention_seconds(plan.tasks, pool.servers, pool.heads, pool.costs)
-    needed = required_capacities(plan, "direct" if transport == "exact" else transport)
-    if transport == "exact":
-        exchanges = exact_exchanges(moved_rows(plan), pool.heads, pool.wire)
-        held = needed
+    held = required_capacities(plan, transport) if capacities is None else capacities
+    if transport == "ragged":
+        exchanges = exact_exchanges(
+            moved_rows(plan), pool.heads, pool.wire, backward_q_rows=2, backward_scalars=2,
+            announced=True,
+        )  # fmt: skip - q and d_out, with lse and delta
     else:
-        held = needed if capacities is None else capacities
         exchanges = padded_exchanges(held, pool.heads, pool.wire)
     return AttentionWork(
         forward, backward, *exchanges, pool.servers, held.query_rows, held.key_rows
@@ -148,9 +156,12 @@ def published_work(stages: Sequence[np.ndarray], pool: Pool, tolerance: float) -
     )
     forward, backward = attention_seconds(made.tasks, pool.servers, pool.heads, pool.costs)
     rows = made.moved_rows()
+    exchanges = exact_exchanges(
+        rows, pool.heads, pool.wire, backward_q_rows=3, backward_scalars=1, announced=False
+    )  # q, out and d_out, with lse
     held = pool.tokens_per_server
     return AttentionWork(
-        forward, backward, *exact_exchanges(rows, pool.heads, pool.wire), pool.servers,
+        forward, backward, *exchanges, pool.servers,
         held + int(rows.q_in.max()), held + int(rows.kv_in.max()),
     )  # fmt: skip
 
@@ -232,11 +243,13 @@ def gathered_work(
     keys = pool.servers * pool.tokens_per_server
     return AttentionWork(
         forward, backward, gather, nothing, gather if gather_again else nothing, scatter,
-        pool.servers, pool.tokens_per_server, keys,
+        pool.servers, pool.tokens_per_server, keys, keeps_gathered=not gather_again,
     )  # fmt: skip
 
 
-def ring_work(lengths: np.ndarray, pool: Pool) -> AttentionWork:
+def ring_work(
+    lengths: np.ndarray, pool: Pool, *, gradient_bytes: float = GRADIENT_BYTES
+) -> AttentionWork:
     """The same spread as `gathered_work`, keys and values passed on S - 1 times beside attention, in
     the backward with their gradients, which come home in one hop more."""
     shard, steps = pool.tokens_per_server * pool.heads.kv_row_bytes(), pool.servers - 1
@@ -254,7 +267,7 @@ def ring_work(lengths: np.ndarray, pool: Pool) -> AttentionWork:
     nothing = Exchange((), np.zeros(pool.servers))
     return AttentionWork(
         forward.sum(0), backward.sum(0), passed(shard, steps), nothing,
-        passed(shard * (1 + GRADIENT_BYTES), steps), passed(shard * GRADIENT_BYTES, min(steps, 1)),
+        passed(shard * (1 + gradient_bytes), steps), passed(shard * gradient_bytes, min(steps, 1)),
         pool.servers, pool.tokens_per_server, 2 * pool.tokens_per_server,
         tuple(forward), tuple(backward),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Events of all ranks over time: a compute stream and two network streams each. Host only.
+"""Events of all ranks over time: a compute stream and a network stream each. Host only.
 
 Ranks advance together, as arrays: an event is a compute operation, or a collective of groups of
 ranks, that starts on a rank once its streams are free and what it waits for is there. A collective
@@ -13,15 +13,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Stream = Literal["compute", "between_nodes", "within_node"]
-STREAMS: tuple[Stream, ...] = ("compute", "between_nodes", "within_node")
+Stream = Literal["compute", "network"]
+STREAMS: tuple[Stream, ...] = ("compute", "network")
+COMPUTE_KINDS = ("linear", "head", "masked", "attention")
 
 
 class Event(NamedTuple):
     """start_s, stop_s: float64 [r], of ranks [first_rank, first_rank + r)."""
 
     stream: Stream
-    kind: str  # "linear" | "attention" | "exchange" | ...
+    kind: str  # of COMPUTE_KINDS, or "exchange"
     label: str
     first_rank: int
     start_s: np.ndarray
@@ -31,13 +32,14 @@ class Event(NamedTuple):
 class Accounts(NamedTuple):
     """Where each rank's time went, float64 [R] each, in seconds.
 
-    linear_s + masked_s + attention_s + exposed_s + waiting_s = the makespan.
+    linear_s + head_s + masked_s + attention_s + exposed_s + waiting_s = the makespan.
     """
 
     linear_s: np.ndarray
-    masked_s: np.ndarray  # linear work of idle pipeline stages, on nothing
+    head_s: np.ndarray  # head and loss
+    masked_s: np.ndarray  # on nothing: layers of idle pipeline stages, and heads where none has a loss
     attention_s: np.ndarray
-    exposed_s: np.ndarray  # compute stood still while a network stream of the rank was busy
+    exposed_s: np.ndarray  # compute stood still while the rank's network was busy
     waiting_s: np.ndarray  # compute stood still, and so did the rank's network: for other ranks
 
     @property
@@ -59,12 +61,12 @@ class Timeline:
 
     def __post_init__(self):
         self._free = {stream: np.zeros(self.ranks) for stream in STREAMS}
-        self._busy = {kind: np.zeros(self.ranks) for kind in ("linear", "masked", "attention")}
+        self._busy = {kind: np.zeros(self.ranks) for kind in COMPUTE_KINDS}
         self._exposed = np.zeros(self.ranks)
 
     def compute(self, kind: str, label: str, seconds, after, first_rank: int = 0) -> np.ndarray:
-        """Runs `seconds` (float64 [r], or one for all) of "linear", "masked" or "attention" work on
-        ranks from first_rank on, not before `after` [r]; returns when it is done, [r].
+        """Runs `seconds` (float64 [r], or one for all) of one of COMPUTE_KINDS on ranks from
+        first_rank on, not before `after` [r]; returns when it is done, [r].
         """
         after = np.asarray(after, np.float64)
         ranks = slice(first_rank, first_rank + len(after))
@@ -85,19 +87,18 @@ class Timeline:
         *,
         group_ranks: int,
         first_rank: int = 0,
-        stream: Stream = "between_nodes",
     ) -> np.ndarray:
         """A collective of each `group_ranks` consecutive ranks, `seconds` (float64 [r], or one for
         all) from the moment all of a group have come; returns when each rank is done, [r].
         """
         after = np.asarray(after, np.float64)
         ranks = slice(first_rank, first_rank + len(after))
-        ready = np.maximum(after, self._free[stream][ranks]).reshape(-1, group_ranks)
+        ready = np.maximum(after, self._free["network"][ranks]).reshape(-1, group_ranks)
         start = np.repeat(ready.max(axis=1), group_ranks)
         stop = start + seconds
-        self._free[stream][ranks] = stop
+        self._free["network"][ranks] = stop
         self._pending.append((first_rank, start, stop))
-        self.events.append(Event(stream, "exchange", label, first_rank, start, stop))
+        self.events.append(Event("network", "exchange", label, first_rank, start, stop))
         return stop
 
     @property
@@ -109,13 +110,12 @@ class Timeline:
         end = np.full(self.ranks, self.makespan_s)
         self._expose(slice(0, self.ranks), self._free["compute"], end)
         self._free["compute"] = end
-        busy = self._busy["linear"], self._busy["masked"], self._busy["attention"]
+        busy = [self._busy[kind] for kind in COMPUTE_KINDS]
         waiting = np.maximum(end - sum(busy) - self._exposed, 0.0)
         return Accounts(*busy, self._exposed, waiting)
 
     def _expose(self, ranks: slice, idle_from: np.ndarray, idle_to: np.ndarray) -> None:
-        """Adds what collectives overlap with [idle_from, idle_to), each moment once."""
-        counted = idle_from.copy()
+        """Adds what collectives overlap with [idle_from, idle_to): of one rank they never overlap."""
         kept = []
         for first, start, stop in self._pending:
             low, high = max(first, ranks.start), min(first + len(start), ranks.stop)
@@ -124,10 +124,9 @@ class Timeline:
                     slice(low - first, high - first),
                     slice(low - ranks.start, high - ranks.start),
                 )
-                begin = np.maximum(start[theirs], counted[ours])
+                begin = np.maximum(start[theirs], idle_from[ours])
                 finish = np.minimum(stop[theirs], idle_to[ours])
                 self._exposed[low:high] += np.maximum(finish - begin, 0.0)
-                counted[ours] = np.maximum(counted[ours], finish)
             if (stop > self._free_of(first, len(stop), ranks, idle_to)).any():
                 kept.append((first, start, stop))
         self._pending = kept

@@ -14,6 +14,7 @@ from cad_jax.simulation.timeline import STREAMS, Event, intervals
 
 COLORS = {
     "linear": "#8fa8c8",
+    "head": "#5b7fae",
     "attention": "#d9822b",
     "masked": "#d6d6d6",
     "exchange": "#4c9a6a",

@@ -111,7 +111,18 @@ def wlb_step(
         ]
         works.append([_side_by_side(parts)])
         tokens.append(np.repeat(rows, cp))
-    return stage_step(setting, [[documents]], works, tokens=tokens, name=f"wlb dp{replicas} cp{cp}")
+    return stage_step(
+        setting, [[documents]], works, tokens=tokens, name=f"wlb dp{replicas} cp{cp}", published=True
+    )
+
+
+def check_microbatches(pp: int, microbatches: Sequence[int]) -> None:
+    """Raises ValueError where packing has fewer microbatches than stages, whatever is chosen."""
+    if max(microbatches) < pp:
+        raise ValueError(
+            f"packing (wlb) needs at least as many microbatches of a replica as stages (= {pp}), got at "
+            f"most {max(microbatches)}: use more microbatches, fewer stages, or leave wlb out"
+        )
 
 
 def best_wlb_step(
@@ -120,23 +131,22 @@ def best_wlb_step(
     *,
     microbatches: Sequence[int] = (1,),
     headroom: float = 1.0,
-    stages: Sequence[int] | None = None,
     memory_bytes: float = np.inf,
 ) -> StepResult:
     """The fastest of all divisions of each stage's ranks into replicas and context parallelism that
-    fits the memory; the smallest one where none does. stages: pp to choose from, by default the
-    setting's.
+    fits the memory; the smallest one where none does. microbatches: counts to choose from, of at least
+    pp.
+
+    Raises ValueError where no count is.
     """
-    results = []
-    for pp in stages or (setting.pp,):
-        if setting.ranks % pp:
-            continue
-        divided = replace(setting, pp=pp)
-        counts = [m for m in microbatches if m >= pp]
-        for cp in (c for c in range(1, divided.dp + 1) if divided.dp % c == 0):
-            results += [
-                wlb_step(divided, lengths, cp=cp, microbatches=m, headroom=headroom) for m in counts
-            ]
+    check_microbatches(setting.pp, microbatches)
+    results = [
+        wlb_step(setting, lengths, cp=cp, microbatches=count, headroom=headroom)
+        for cp in range(1, setting.dp + 1)
+        if setting.dp % cp == 0
+        for count in microbatches
+        if count >= setting.pp
+    ]
     fitting = [r for r in results if r.memory.total <= memory_bytes]
     if not fitting:
         return min(results, key=lambda r: r.memory.total)

@@ -35,7 +35,8 @@ class AttentionWork:
     and after them, forward; dispatch_backward, combine_backward: of the backward pass. group_ranks:
     ranks of each collective. forward_steps, backward_steps: of a ring, seconds of attention in each
     step, [S] each; all but the last lie beside a hop of the dispatch, which otherwise comes before
-    attention. query_rows, key_rows: most rows any rank holds of each.
+    attention. query_rows, key_rows: most rows any rank holds of each. keeps_gathered: keys gathered
+    from the group stay until the backward, in every layer.
     """
 
     forward_s: np.ndarray
@@ -49,6 +50,7 @@ class AttentionWork:
     key_rows: int
     forward_steps: tuple[np.ndarray, ...] = ()
     backward_steps: tuple[np.ndarray, ...] = ()
+    keeps_gathered: bool = False
 
 
 class LinearWork(NamedTuple):
@@ -163,9 +165,19 @@ def padded_exchanges(
 
 
 def exact_exchanges(
-    rows: "MovedRows", heads: HeadShape, wire: Wire
+    rows: "MovedRows",
+    heads: HeadShape,
+    wire: Wire,
+    *,
+    backward_q_rows: int,
+    backward_scalars: int,
+    announced: bool,
 ) -> tuple[Exchange, Exchange, Exchange, Exchange]:
-    """The four exchanges where every rank sends exactly the rows needed, in one hop."""
+    """The four exchanges where every rank sends exactly the rows needed, in one hop.
+
+    backward_q_rows, backward_scalars: what a query takes along in the backward's dispatch, rows of its
+    size and float32 a head. announced: a collective of nothing but offsets goes before each.
+    """
     q, kv = heads.q_row_bytes(), heads.kv_row_bytes()
     scalar = LSE_BYTES * heads.num_q_heads
 
@@ -173,12 +185,13 @@ def exact_exchanges(
         to_server = rows.q_in * q_bytes + rows.kv_in * kv_bytes
         from_home = rows.q_out * q_bytes + rows.kv_out * kv_bytes
         sent, received = (to_server, from_home) if home else (from_home, to_server)
-        return Exchange((wire.exact_s(sent, received),), np.maximum(sent, received))
+        hop = wire.exact_s(sent, received) + announced * wire.dense_s(0.0)
+        return Exchange((hop,), np.maximum(sent, received))
 
     return (
         exchange(q, kv, home=False),
         exchange(q + scalar, 0, home=True),
-        exchange(3 * q + scalar, kv, home=False),  # q, out and d_out with lse
+        exchange(backward_q_rows * q + backward_scalars * scalar, kv, home=False),
         exchange(q, kv, home=True),
     )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import jax
 
-from cad_jax.topologies import compile_only_mesh, parse_topology
+from cad_jax.sharding.clusters import parse_topology
+from cad_jax.topologies import compile_only_mesh
 from cad_jax.xla_options import GPU_OPTIONS, WITHOUT_GPU
 from tests.compile_cases import mixed
 

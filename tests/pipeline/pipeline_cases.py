@@ -49,6 +49,8 @@ class Case:
     changes: dict = field(default_factory=dict)
     transport: str = "direct"
     remat: Remat = "save_attention"
+    tolerance: float = 0.0
+    key_ranges: int = 1
 
     def __post_init__(self):
         pp, dp, tp = self.shape
@@ -68,7 +70,8 @@ class Case:
             heads=self.config.head_shape(1 if self.tokens_over_tp else tp),
             kernel=self.kernel,
             axis_names=("pp", *self.token_axes),
-            tolerance=0.0,
+            tolerance=self.tolerance,
+            key_ranges=self.key_ranges,
             stages=pp,
             transport=self.transport,
         )

@@ -19,7 +19,8 @@ from cad_jax.config import AttentionConfig, MeshConfig, RunConfig, TrainingConfi
 from cad_jax.model_config import LlamaConfig
 from cad_jax.overlap import Collective
 from cad_jax.pipeline import parts, pingpong
-from cad_jax.topologies import PLUGINS, parse_topology
+from cad_jax.sharding.clusters import parse_topology
+from cad_jax.topologies import PLUGINS
 from cad_jax.xla_options import WITHOUT_GPU, gpu_options
 
 pytestmark = [

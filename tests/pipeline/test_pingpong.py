@@ -9,25 +9,37 @@ from cad_jax.optimizer import OptimizerConfig
 from cad_jax.train_step import Batch, TrainStep, stack
 from tests import llama_oracle
 from tests.llama_cases import jit, make_batch, mesh_of, random_params, tiny_config
+from tests.sharding import ragged_double
 
 TOKENS = 768  # of a nano-batch: tasks are cut at multiples of 128 rows
 LENGTHS = [[400, 3, 0, 130, 60], [640], [5, 620], [128, 128, 1, 300]]
 
 
 def make_case(
-    shape, transport, microbatches=1, kernel="reference", tokens_over_tp=False, **changes
+    shape,
+    transport,
+    microbatches=1,
+    kernel="reference",
+    tokens_over_tp=False,
+    all_lengths=LENGTHS,
+    tokens=TOKENS,
+    planning=None,
+    **changes,
 ):
-    """A step for ping-pong, its inputs [M, 2, ...] placed, parameters, and the oracle's answer."""
+    """A step for ping-pong, its inputs [M, 2, ...] placed, parameters, and the oracle's answer.
+
+    planning: settings of the strategy; others are the model's."""
     config = tiny_config(**changes)
     strategy = make_strategy(
         "cad",
         servers=shape[1],
-        tokens_per_server=TOKENS // shape[1],
+        tokens_per_server=tokens // shape[1],
         heads=config.head_shape(shape[2]),
         kernel=kernel,
         transport=transport,
         tp=shape[2],
         head_axis="tp" if tokens_over_tp else None,
+        **(planning or {}),
     )
     step = TrainStep(
         config,
@@ -37,8 +49,8 @@ def make_case(
         nano_strategy=strategy,
         tokens_over_tp=tokens_over_tp,
     )
-    lengths = LENGTHS[: 2 * microbatches]
-    rows, documents = make_batch(lengths, TOKENS, config.vocab_size)
+    lengths = all_lengths[: 2 * microbatches]
+    rows, documents = make_batch(lengths, tokens, config.vocab_size)
     prepared = [strategy.prepare(np.asarray(n, np.int64)) for n in lengths]
     pairs = range(0, len(lengths), 2)
     batch = stack([[Batch(*(f[m + n] for f in rows)) for n in range(2)] for m in pairs])
@@ -68,8 +80,34 @@ def make_case(
     ],
 )
 def test_loss_and_gradients_equal_one_device(shape, transport, microbatches, changes):
-    step, placed, (want_loss, want) = make_case(shape, transport, microbatches, **changes)
-    loss, gradients = jax.block_until_ready(jit(step.loss_and_gradients)(*placed))
+    step, placed, expected = make_case(shape, transport, microbatches, **changes)
+    check(jit(step.loss_and_gradients)(*placed), expected)
+
+
+def check(result, expected):
+    (loss, gradients), (want_loss, want) = jax.block_until_ready(result), expected
     assert abs(float(loss) - want_loss) <= 2e-6 * want_loss
     errors = llama_oracle.relative_errors(gradients, want)
     assert max(errors.values()) <= 2e-5, errors
+
+
+@pytest.mark.parametrize("transport", ["direct", "relay", "ragged"])
+def test_steps_with_and_without_divided_keys_are_one_program(transport, monkeypatch):
+    ragged_double.install(monkeypatch)
+    planning = dict(key_ranges=4, tolerance=0.1)
+    compiled = None
+    for lengths, divides in (
+        ([[433, 0, 319, 1, 1198], [2000]], (True, True)),
+        ([[128] * 16, [100, 1500, 20]], (False, None)),
+        ([[40, 2000], [1, 200]], (None, False)),
+    ):
+        step, placed, expected = make_case(
+            (1, 4, 1), transport, kernel="xla", all_lengths=lengths, tokens=2048, planning=planning
+        )
+        # Units of a second partial output, at home of any rank, of ping and of pong.
+        units = np.asarray(placed[2].merge)[0, :, :, 1:, :, 2].sum(axis=(1, 2, 3))
+        for found, wanted in zip(units > 0, divides, strict=True):
+            assert wanted is None or found == wanted
+        compiled = compiled or jit(step.loss_and_gradients)
+        check(compiled(*placed), expected)
+    assert compiled is not None and compiled._cache_size() == 1

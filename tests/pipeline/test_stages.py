@@ -15,6 +15,7 @@ from cad_jax.pipeline.schedule import IDLE, interleaved
 from tests import llama_oracle
 from tests.llama_cases import jit, one_device_attend
 from tests.pipeline.pipeline_cases import Case, check
+from tests.sharding import ragged_double
 
 PINGPONG = dict(nano_batches=2, pingpong=True, tokens=128)
 CASES = (
@@ -36,6 +37,22 @@ CASES = (
 @pytest.mark.parametrize(("shape", "microbatches", "name", "others"), CASES)
 def test_loss_and_gradients_equal_one_device(shape, microbatches, name, others):
     case = Case(shape, microbatches, name, **others)
+    check(case, case.run())
+
+
+@pytest.mark.parametrize("transport", ["direct", "relay", "ragged"])
+@pytest.mark.parametrize(
+    "others", [{}, dict(nano_batches=2, pingpong=True)], ids=["plain", "pingpong"]
+)
+def test_stages_share_keys_of_one_query(transport, others, monkeypatch):
+    """Ticks whose plans divide the keys of a query among servers, beside ticks with idle stages."""
+    ragged_double.install(monkeypatch)
+    case = Case(
+        (2, 2, 1), 2, "cad", tokens=1024, transport=transport, key_ranges=4, tolerance=0.1, **others
+    )
+    for arrays in case.arrays():  # rows of a second partial output in some tick, of none in another
+        units = arrays.merge[:, :, :, 1:, :, 2].sum(axis=(2, 3, 4))
+        assert units.any() and not units.all()
     check(case, case.run())
 
 

@@ -1,0 +1,68 @@
+"""Statistics of document lengths, and the file that other commands read. Works without jax."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+LONG_TOKENS = 65_536  # documents beyond it are counted apart
+
+
+class LengthStatistics(NamedTuple):
+    """Lengths in tokens. The work of a document's attention grows as the square of its length."""
+
+    documents: int
+    tokens: int
+    mean_tokens: float
+    p50_tokens: float
+    p90_tokens: float
+    p99_tokens: float
+    max_tokens: int
+    long_token_share: float  # of the tokens, in documents longer than LONG_TOKENS
+    long_square_share: float  # of the sum of squares
+
+
+def length_statistics(lengths: np.ndarray) -> LengthStatistics:
+    """Of whole numbers [N]; shares of nothing are 0. Raises ValueError where N is 0."""
+    lengths = np.asarray(lengths, np.int64)
+    if lengths.size == 0:
+        raise ValueError("statistics need at least one document length, got none: give some")
+    p50, p90, p99 = np.percentile(lengths, (50, 90, 99)).tolist()
+    squares = lengths.astype(np.float64) ** 2
+    long = lengths > LONG_TOKENS
+    return LengthStatistics(
+        documents=int(lengths.size),
+        tokens=int(lengths.sum()),
+        mean_tokens=float(lengths.mean()),
+        p50_tokens=p50,
+        p90_tokens=p90,
+        p99_tokens=p99,
+        max_tokens=int(lengths.max()),
+        long_token_share=float(lengths[long].sum() / max(int(lengths.sum()), 1)),
+        long_square_share=float(squares[long].sum() / max(squares.sum(), 1.0)),
+    )
+
+
+def statistics_table(statistics: LengthStatistics, title: str) -> Table:
+    """The figures for people."""
+    table = Table(title=title, show_header=False)
+    s = statistics
+    for name, value in (
+        ("documents", f"{s.documents:,}"),
+        ("tokens", f"{s.tokens:,}"),
+        ("mean", f"{s.mean_tokens:,.1f}"),
+        ("50%", f"{s.p50_tokens:,.0f}"),
+        ("90%", f"{s.p90_tokens:,.0f}"),
+        ("99%", f"{s.p99_tokens:,.0f}"),
+        ("longest", f"{s.max_tokens:,}"),
+        (f"tokens in documents longer than {LONG_TOKENS:,}", f"{s.long_token_share:.1%}"),
+        ("their share of the sum of squared lengths", f"{s.long_square_share:.1%}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def write_lengths(lengths: np.ndarray, path: Path) -> None:
+    """One length a line, which `plan`, `simulate`, `compile` and `advise` read."""
+    path.write_text("".join(f"{length}\n" for length in lengths.tolist()))

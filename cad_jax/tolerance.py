@@ -1,0 +1,134 @@
+"""The tolerance of a run that leaves it open, chosen before launch from predicted seconds."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from cad_jax.config import CONFIG_FILE, RunConfig, load_config
+from cad_jax.data import DocumentBatches
+from cad_jax.processes import from_first_process
+from cad_jax.sharding.cost import DEVICES, Device, ModelShape, find_device
+from cad_jax.sharding.cost_model import CostModel, analytic, from_csv, shipped
+from cad_jax.sharding.tasks import DENSE_TRANSPORTS
+from cad_jax.simulation.advice import TIE, TRANSPORTS, choose_tolerance
+from cad_jax.simulation.candidates import Trials, fastest
+from cad_jax.simulation.setting import Setting
+
+UNUSED_TOLERANCE = 0.05  # recorded for strategies that balance nothing
+MICROBATCHES = 4  # simulated, at least
+_PROFILED = ("h100", "h200")
+
+
+def settled(
+    config: RunConfig, data: DocumentBatches, folder: Path, resume: bool, say: Callable[[str], None]
+) -> RunConfig:
+    """The run with a tolerance: its own; where it leaves that open, the one that it began with; else the one
+    of fewest predicted seconds for its first documents. Collective; the same on every process.
+
+    Raises:
+        ValueError: the folder's configuration cannot be read.
+    """
+    if config.attention.tolerance is not None:
+        return config
+
+    def chosen() -> float:
+        if resume and (folder / CONFIG_FILE).exists():
+            begun = load_config(folder).attention.tolerance
+            if begun is not None:
+                return begun
+        count = sample_count(config)
+        samples = data.sample_nano_lengths(2 * count)[count:]  # at first packing holds none back
+        device = find_device(jax.devices()[0].device_kind) or DEVICES["h200"]
+        return predicted_tolerance(
+            config, samples, data.max_document_tokens, device=device, say=say
+        )
+
+    return with_tolerance(config, from_first_process(chosen))
+
+
+def sample_count(config: RunConfig) -> int:
+    """Microbatches from which a tolerance is chosen: whole steps."""
+    per_step = config.training.microbatches
+    return -(-MICROBATCHES // per_step) * per_step
+
+
+def predicted_tolerance(
+    config: RunConfig,
+    samples: Sequence[tuple[np.ndarray, ...]],
+    longest: int,
+    *,
+    device: Device,
+    say: Callable[[str], None],
+) -> float:
+    """The tolerance of fewest predicted seconds, and says so: `simulation.advice.choose_tolerance`, over the
+    transports that the run may use.
+
+    Args:
+        config: checked; its tolerance does not matter.
+        samples: document lengths of `sample_count` microbatches to come, by nano-batch.
+        longest: the longest document to come.
+        device: what the ranks are.
+        say: gets one line.
+    """
+    if config.attention.strategy != "cad":
+        return UNUSED_TOLERANCE
+    trials = _trials(config, samples, longest, device)
+    asked = config.attention.asked_transport
+    # "signal" bounds what a run with these exchanges could reach: its tolerance is that run's.
+    overlap = "single_stream" if config.nano_batches == 1 else "pingpong"
+    usual = DENSE_TRANSPORTS if device.name == "cpu" else TRANSPORTS
+    choices = [
+        choose_tolerance(trials, transport, overlap, key_ranges=config.attention.key_ranges)
+        for transport in TRANSPORTS
+        if transport == asked or (asked == "auto" and transport in usual)
+    ]
+    bests = [best for best, _ in choices]
+    best = fastest(bests, bests.index, tie=TIE)
+    outcomes = choices[bests.index(best)][1]
+    tolerance = best.candidate.tolerance
+    assert tolerance is not None
+    seconds = ", ".join(f"{o.candidate.tolerance} {o.step_s:.4g}" for o in outcomes)
+    say(
+        f"tolerance {tolerance}, of fewest simulated seconds a step with {best.candidate.transport} exchanges "
+        f"({seconds}; kernel times {trials.setting.costs.label}, {device.name}); --attention.tolerance fixes it"
+    )
+    return tolerance
+
+
+def with_tolerance(config: RunConfig, tolerance: float) -> RunConfig:
+    """The run with its tolerance settled."""
+    attention = dataclasses.replace(config.attention, tolerance=tolerance)
+    return dataclasses.replace(config, attention=attention)
+
+
+def _trials(
+    config: RunConfig, samples: Sequence[tuple[np.ndarray, ...]], longest: int, device: Device
+) -> Trials:
+    model, mesh, per_step = config.model, config.mesh, config.training.microbatches
+    shape = ModelShape(
+        config.name, model.num_layers, model.embedding_dim, model.num_q_heads, model.num_kv_heads,
+        model.head_dim, model.ffn_dim, model.vocab_size,
+    )  # fmt: skip
+    setting = Setting(
+        shape, _costs(device, config.attention.kernel), mesh.servers, mesh.tp, mesh.pp,
+        again=float(config.training.remat != "none"), head=True,
+        tokens_over_tp=mesh.tp_splits == "tokens",
+    )  # fmt: skip
+    steps = []
+    for first in range(0, len(samples), per_step):
+        step = [list(nanos) for nanos in samples[first : first + per_step]]
+        if len({len(nanos) for nanos in step}) > 1:
+            step = [[np.concatenate(nanos)] for nanos in step]
+        steps.append(step)
+    return Trials(setting, steps, config.tokens_per_server, longest)
+
+
+def _costs(device: Device, kernel: str) -> CostModel:
+    if device.name == "cpu":
+        return from_csv(shipped("cpu"), device)
+    if device.name in _PROFILED:
+        return from_csv(shipped("h200_fa3" if kernel == "tokamax" else "h200_fa2"), device)
+    return analytic(device)

@@ -1,0 +1,213 @@
+"""`cad-jax advise`: for and against CAD, what it writes, and what it refuses."""
+
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from cad_jax.advise_command import main
+from cad_jax.advise_report import Advice, AdviseArgs, run
+from cad_jax.simulation.advice import TOLERANCES
+from cad_jax.simulation.candidates import Candidate, Outcome, draw_steps, fastest
+
+ONE_LONG = [65_536, *[256] * 800]
+
+
+def advice_for(folder: Path, lengths: Sequence[int], **changed: Any) -> tuple[Advice, str]:
+    path = folder / "lengths.txt"
+    path.write_text("\n".join(map(str, lengths)))
+    arguments: dict[str, Any] = {
+        "topology": "h200:8x8", "tokens_per_rank": 16_384, "steps": 2, "model": "llama3-1b",
+    }  # fmt: skip
+    text = io.StringIO()
+    args = AdviseArgs(path, **(arguments | changed))
+    return run(args, Console(file=text, width=200)), text.getvalue()
+
+
+def test_one_long_document_among_short_ones_is_for_cad(tmp_path: Path) -> None:
+    advice, printed = advice_for(tmp_path, ONE_LONG)
+    judged = advice.verdict
+    assert judged.use_cad and not judged.reasons and judged.gain > 0.1
+    assert "Use CAD: " in printed and "simulated" in printed and "derived" in printed
+    assert "--attention cad --overlap pingpong" in printed
+    own = [o for o in advice.comparison.others if o.candidate.strategy != "wlb"]
+    assert judged.alternative.step_s == min(o.step_s for o in own)
+    assert judged.gain == pytest.approx(judged.alternative.step_s / judged.best.step_s - 1)
+
+
+def test_equal_lengths_are_against_cad(tmp_path: Path) -> None:
+    advice, printed = advice_for(tmp_path, [16_384] * 64)
+    assert not advice.verdict.use_cad
+    assert advice.verdict.reasons == ("equal_lengths",)
+    assert advice.verdict.alternative.candidate.strategy == "home"
+    assert "Do not use CAD here: equal lengths" in printed and "--attention home" in printed
+    home = next(o for o in advice.comparison.others if o.candidate.strategy == "home")
+    assert home.attention_max_over_mean == pytest.approx(1, abs=1e-9)
+
+
+def test_short_contexts_are_against_cad(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(20, 900, 3000)
+    advice, printed = advice_for(tmp_path, lengths.tolist(), model="llama3-8b")
+    assert not advice.verdict.use_cad
+    assert advice.verdict.reasons[0] == "short_contexts"
+    assert "Do not use CAD here: short contexts" in printed
+
+
+def test_a_slow_network_is_against_cad(tmp_path: Path) -> None:
+    advice, printed = advice_for(tmp_path, ONE_LONG, between_nodes_gb_s=0.5)
+    judged = advice.verdict
+    assert not judged.use_cad and judged.reasons == ("slow_network",)
+    assert "Do not use CAD here: slow network" in printed
+    assert judged.needed_bytes_s is not None and 0.5e9 < judged.needed_bytes_s <= 50e9
+    enough, _ = advice_for(tmp_path, ONE_LONG, between_nodes_gb_s=judged.needed_bytes_s / 1e9)
+    assert enough.verdict.gain > 0.02 and "slow_network" not in enough.verdict.reasons
+    half, _ = advice_for(tmp_path, ONE_LONG, between_nodes_gb_s=judged.needed_bytes_s / 4e9)
+    assert half.verdict.reasons == ("slow_network",)
+
+
+def test_one_rank_has_nobody_to_share_with(tmp_path: Path) -> None:
+    advice, printed = advice_for(tmp_path, [*[256] * 800, 9000], topology="h200:1x8")
+    assert advice.verdict.reasons == ("one_rank",) and "one rank" in printed
+
+
+def test_what_does_not_fit_does_not_count(tmp_path: Path) -> None:
+    advice, printed = advice_for(tmp_path, ONE_LONG, model="llama3-405b", topology="h100:2x8")
+    assert advice.verdict.reasons == ("memory",) and "nothing that cad_jax has fits" in printed
+    assert advice.largest_context["cad"] == 0
+
+
+def test_the_margin_decides(tmp_path: Path) -> None:
+    judged = advice_for(tmp_path, ONE_LONG)[0].verdict
+    assert judged.gain < 0.9
+    advice, printed = advice_for(tmp_path, ONE_LONG, margin=0.9)
+    assert not advice.verdict.use_cad and "margin 90%" in printed
+
+
+def test_json_holds_everything_and_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "advice.json"
+    advice, _ = advice_for(tmp_path, ONE_LONG, json=path)
+    saved = json.loads(path.read_text())
+    assert (saved["label"], saved["kernel_times"], saved["memory_label"]) == (
+        "simulated", "derived", "derived",
+    )  # fmt: skip
+    assert (saved["ranks"], saved["tp"], saved["steps"]) == (8, 8, 2)
+    assert saved["lengths"]["documents"] == len(ONE_LONG)
+    assert saved["lengths"]["max_tokens"] == max(ONE_LONG)
+    tried = {(o["strategy"], o["transport"], o["tolerance"]) for o in saved["outcomes"]}
+    for transport in ("direct", "relay", "ragged"):
+        assert {("cad", transport, t) for t in TOLERANCES} <= tried
+        assert ("home", transport, None) in tried
+    assert {o["strategy"] for o in saved["outcomes"]} == {
+        "cad", "home", "all_gather", "ring", "wlb",
+    }  # fmt: skip
+    assert {o["capacities"] for o in saved["outcomes"]} == {"measured", "static", None}
+    for outcome in saved["outcomes"]:
+        assert outcome["step_s"] > 0 and 0 < outcome["mfu"] < 1 and outcome["memory_bytes"] > 0
+    verdict = saved["verdict"]
+    assert verdict["use_cad"] and verdict["text"] == advice.verdict.text
+    assert verdict["best"]["step_s"] == advice.verdict.best.step_s
+    assert f"--attention.tolerance {verdict['best']['tolerance']}" in verdict["train_flags"]
+    first = path.read_text()
+    advice_for(tmp_path, ONE_LONG, json=path)
+    assert path.read_text() == first
+
+
+def test_the_largest_context_fits_and_the_next_does_not(tmp_path: Path) -> None:
+    """State of float32 weights, gradients and moments (20 bytes a weight over 64 devices), and of every
+    token of the rank at least what a layer keeps, bound the context from above."""
+    advice, _ = advice_for(tmp_path, ONE_LONG, model="llama3-8b")
+    usable = 0.8 * 151_397_597_184
+    kept_row = 32 * (2 * 4096 + 2 * 4096 + 4 * 32) / 8  # bf16 input and output of attention, lse
+    most = 8 * (usable - 20 * 7.5e9 / 64) / (2 * kept_row)
+    for strategy, tokens in advice.largest_context.items():
+        assert 65_536 < tokens < most, strategy
+    assert advice.largest_context["ring"] > advice.largest_context["cad"]
+    twice, _ = advice_for(tmp_path, ONE_LONG, model="llama3-8b", topology="h200:16x8")
+    assert twice.largest_context["cad"] > 1.5 * advice.largest_context["cad"]
+
+
+def test_pipelines(tmp_path: Path) -> None:
+    advice, printed = advice_for(tmp_path, ONE_LONG, pp=2, microbatches=2, steps=1)
+    assert "bub-" in printed and advice.verdict.best.bubble > 0
+
+
+def test_drawn_steps_hold_long_documents_as_often_as_the_data() -> None:
+    """In one pass over the data, as many as there are."""
+    lengths = np.array([8000, *[100] * 80])
+    steps = draw_steps(lengths, 16, 1, 16_000)
+    held = np.concatenate([nano for step in steps for nano in step[0]])
+    assert all(nano.sum() <= 16_000 // len(step[0]) for step in steps for nano in step[0])
+    assert abs((held == 8000).sum() - 16) <= 4
+    # Packing holds one long document back until another comes: not in the steps that are drawn.
+    one_step = [draw_steps(lengths, 1, 1, 16_000, seed)[0][0] for seed in range(8)]
+    assert sum((nano == 8000).sum() for nanos in one_step for nano in nanos) >= 4
+    undivided = draw_steps(np.array([9000, *[100] * 80]), 16, 1, 16_000)
+    assert {len(step[0]) for step in undivided} == {1, 2}
+    again = draw_steps(lengths, 16, 1, 16_000)
+    for one, other in zip(steps, again, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+def test_of_equal_outcomes_the_preferred_one() -> None:
+    """Within the tie, by preference; beyond it, by seconds alone."""
+    made = [
+        Outcome(Candidate("cad", tolerance=tolerance), seconds, *([0.0] * 8))
+        for tolerance, seconds in ((0.01, 1.0), (0.02, 1.0009), (0.05, 1.002), (0.1, 0.9995))
+    ]
+
+    def chosen(tie: float) -> float | None:
+        return fastest(made, lambda o: o.candidate.tolerance or 0.0, tie=tie).candidate.tolerance
+
+    assert [chosen(tie) for tie in (0.0, 0.001, 0.01)] == [0.1, 0.01, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "cannot read document lengths from"),
+        ("12\nx3\n", [], r"line 2: a document length is a whole number of tokens .* correct or"),
+        ("-4\n", [], "line 1: a document length is"),
+        ("", [], "holds no document lengths"),
+        ("0\n0\n", [], "must not all be 0"),
+        (
+            "3000000\n",
+            [],
+            r"must fit one stage's microbatch of 1048576 tokens, .* has 3000000: use",
+        ),
+        ("100\n", ["--model", "gpt5"], "model must be one of llama2-7b.* got 'gpt5'"),
+        ("100\n", ["--topology", "h200"], "DEVICE:NODESxDEVICES_PER_NODE"),
+        ("100\n", ["--topology", "tpu:2x4"], "one of h100, h200, b200, got 'tpu'"),
+        ("100\n", ["--tp", "3"], "must divide the 64 devices"),
+        ("100\n", ["--tp", "64", "--model", "llama2-7b"], "tp must divide the 32 query heads"),
+        ("100\n", ["--tokens-per-rank", "0"], "--tokens-per-rank must be at least 1"),
+        ("100\n", ["--tokens-per-rank", "1001"], "divisible by --tp"),
+        ("100\n", ["--tokens-per-rank", "200000000"], "must be at most 2147483648 tokens"),
+        ("100\n", ["--nodes-bandwidth", "0"], "must be positive, got 0"),
+        ("100\n", ["--margin", "2"], "--margin must be from 0 to 1"),
+        ("100\n", ["--profile", "h300"], "profile must be one of"),
+        ("100\n", ["--json", "/nowhere/a.json"], "make the folder /nowhere first"),
+    ],
+)
+def test_bad_input_ends_in_2_with_a_cure(
+    content: str | None, arguments: list[str], message: str, tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "lengths.txt"
+    if content is not None:
+        path.write_text(content)
+    if "--topology" not in arguments:
+        arguments = ["--topology", "h200:8x8", *arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        try:
+            code = main(["--lengths", str(path), *arguments])
+        except SystemExit as stop:  # what the arguments' own class refuses
+            code = stop.code
+    assert code == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, error), error

@@ -1,0 +1,80 @@
+"""A tolerance that a run leaves open: what decides it, and that a resumed run keeps it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cad_jax.config import AttentionConfig, MeshConfig, RunConfig, config_from_dict
+from cad_jax.launch import open_data
+from cad_jax.recipes import llama3_8b_h200
+from cad_jax.sharding.cost import DEVICES
+from cad_jax.simulation.advice import TOLERANCES
+from cad_jax.tolerance import predicted_tolerance, sample_count, settled, with_tolerance
+from tests.tiny_runs import tiny_config, write_corpus
+
+
+def large_run(**attention) -> RunConfig:
+    config = llama3_8b_h200()
+    training = replace(config.training, microbatches=1)
+    settings = AttentionConfig(**({"tolerance": None, "transport": "relay"} | attention))
+    return replace(config, attention=settings, training=training)
+
+
+def uneven(nano_tokens: int, microbatches: int) -> list[tuple[np.ndarray, ...]]:
+    rng = np.random.default_rng(1)
+
+    def nano() -> np.ndarray:
+        lengths = [nano_tokens // 4]
+        while sum(lengths) < nano_tokens - 4096:
+            lengths.append(int(rng.integers(100, 4096)))
+        return np.array(lengths, np.int64)
+
+    return [(nano(), nano()) for _ in range(microbatches)]
+
+
+def test_exchanges_that_hide_take_little_tolerance_and_slow_ones_much() -> None:
+    config, said = large_run(), []
+    samples = uneven(8 * 65_536, sample_count(config))
+    fast = replace(DEVICES["h200"], between_nodes_bytes_s=400e9)
+    slow = replace(DEVICES["h200"], between_nodes_bytes_s=0.5e9)
+    chosen = [
+        predicted_tolerance(config, samples, 8 * 65_536, device=device, say=said.append)
+        for device in (fast, slow)
+    ]
+    assert chosen[0] <= 0.02 and chosen[1] == max(TOLERANCES)
+    assert f"tolerance {chosen[0]}, of fewest simulated seconds" in said[0]
+    assert "relay exchanges" in said[0] and "--attention.tolerance fixes it" in said[0]
+
+
+def test_strategies_that_balance_nothing_record_the_usual_one() -> None:
+    config = large_run(strategy="home")
+    value = predicted_tolerance(config, [], 1, device=DEVICES["h200"], say=pytest.fail)
+    assert value == 0.05
+
+
+def test_whole_steps_are_simulated() -> None:
+    for microbatches, expected in ((1, 4), (2, 4), (3, 6), (8, 8)):
+        config = large_run()
+        training = replace(config.training, microbatches=microbatches)
+        assert sample_count(replace(config, training=training)) == expected
+
+
+def test_a_run_settles_once(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus"))
+    config = replace(config, mesh=MeshConfig(dp=4), attention=AttentionConfig(tolerance=None))
+    data, folder, said = open_data(config), tmp_path / "run", []
+    first = settled(config, data, folder, False, said.append)
+    assert first.attention.tolerance in TOLERANCES and len(said) == 1
+    assert settled(config, data, folder, False, said.append) == first, "deterministic"
+    assert with_tolerance(config, 0.3).attention.tolerance == 0.3
+    # What the run's folder says counts for a resumed run, whatever would be predicted now.
+    folder.mkdir()
+    with_tolerance(config, 0.07).save(folder)
+    assert settled(config, data, folder, True, pytest.fail).attention.tolerance == 0.07
+    assert settled(config, data, folder, False, said.append) == first
+    # By hand.
+    fixed = with_tolerance(config, 0.15)
+    assert settled(fixed, data, folder, True, pytest.fail) == fixed
+    assert config_from_dict(config.to_dict()) == config, "None survives JSON"
