@@ -19,9 +19,10 @@ from cad_jax.plan_report import MAX_POOL_TOKENS, check_memory, read_lengths
 from cad_jax.sharding.clusters import USABLE_MEMORY, Topology, parse_topology
 from cad_jax.sharding.cost import model_shape
 from cad_jax.sharding.cost_model import CostModel
-from cad_jax.simulate_report import PIPELINE_MICROBATCHES, named_costs
+from cad_jax.simulate_report import PIPELINE_MICROBATCHES
 from cad_jax.simulation.advice import Comparison, Verdict, compare, verdict
 from cad_jax.simulation.candidates import Outcome, Strategy, Trials, draw_steps
+from cad_jax.simulation.named_costs import named_costs
 from cad_jax.simulation.setting import Setting
 from cad_jax.simulation.wlb import check_microbatches
 
@@ -210,9 +211,11 @@ def table(advice: Advice, label: str) -> Table:
     for outcome in shown(advice.comparison):
         result.add_row(*(cell(outcome) for cell in columns.values()))
     result.caption = (
-        "cad: measured capacities, whole prefixes of keys, ping-pong, unless named; means over the steps; idle: share of all rank-seconds without work of a "
-        f"rank's own; exposed: of them, on the network; bubble: of a schedule's ticks; sent: GiB of a device; held: GiB of a device, estimated, ! beyond {USABLE_MEMORY:.0%} "
-        f"of it; kernel times {label}; parameter collectives, optimizer and host take no time"
+        "cad: measured capacities, whole prefixes of keys, ping-pong, unless named; means over the steps; "
+        "idle: share of all rank-seconds without work of a rank's own; exposed: of them, on the network; "
+        "bubble: of a schedule's ticks; sent: GiB of a device; held: GiB of a device, estimated, ! beyond "
+        f"{USABLE_MEMORY:.0%} of it; kernel times {label}; parameter collectives, optimizer and host take "
+        "no time"
     )
     return result
 
@@ -273,6 +276,7 @@ def figures(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> dict[str, 
         "tp": advice.setting.tp,
         "between_nodes_bytes_s": costs.between_nodes.bytes_s,
         "lengths": length_statistics(lengths)._asdict(),
+        "microbatches": args.step_microbatches,
         "steps": advice.steps,
         "undivided_steps": advice.undivided_steps,
         "usable_bytes": comparison.usable_bytes,

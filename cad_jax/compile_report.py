@@ -31,9 +31,10 @@ _PASSES = {"forward": "fwd", "backward": "bwd", "other": ""}
 
 
 def with_strategy(config: RunConfig, name: str) -> RunConfig:
-    """The same run with another strategy: as a single stream, and with tp splitting weights, where
-    that one knows nothing else."""
-    attention = dataclasses.replace(config.attention, strategy=name)
+    """The same run with another strategy: as a single stream, with whole keys, and with tp splitting
+    weights, where that one knows nothing else."""
+    key_ranges = config.attention.key_ranges if name == "cad" else 1
+    attention = dataclasses.replace(config.attention, strategy=name, key_ranges=key_ranges)
     training, mesh = config.training, config.mesh
     if name not in PLANNED_STRATEGIES:
         training = dataclasses.replace(training, overlap="single_stream")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,8 +20,10 @@ from rich.table import Table
 
 from cad_jax import schedule_report
 from cad_jax.sharding.cost import DEVICES, attention_flops, model_shape
+from cad_jax.sharding.placement import Placement, check_placement, place
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.planners import load_planner, plan_with, wire_cost
 from cad_jax.sharding.tasks import TILE_ROWS
 
 MIB, GIB = 2**20, 2**30
@@ -30,16 +33,6 @@ MAX_POOL_TOKENS = 2**31  # one document that fills it has 2^61 pairs: all counts
 # most that was seen, over pools of 300 to 2,000 servers: one document that spans all of them.
 SERVER_PAIR_BYTES, SERVER_DOCUMENT_BYTES = 220, 12
 MAX_PLOT_INCHES = 24.0
-PLAN_FIELDS = (
-    "servers",
-    "tokens_per_server",
-    "tolerance",
-    "documents",
-    "tasks",
-    "max_over_mean",
-    "max_over_mean_home",
-    "moves",
-)
 
 
 @dataclass(frozen=True)
@@ -59,12 +52,20 @@ class PlanArgs:
     key_ranges: int = 1
     """Servers among which the keys of one query may be divided; their partial outputs merge at home.
     At 1 every task has its whole causal prefix; 8 lowers traffic of long documents the most."""
+    transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
+    """How rows travel: capacities are for it, and keys are divided where it then sends less."""
     node: int = 1
     """Servers of a node, within which bytes are cheap."""
+    planner: str | None = None
+    """module:function in the place of this project's planner, `cad_jax.plan_documents`: takes its
+    arguments, returns a plan. The plan is checked."""
+    placement: Placement = "sequential"
+    """Which rank gets which documents, by their order: sequential as listed, aligned to ranks, or
+    searched for the fewest bytes on the wire of the transport."""
     repeat: int = 1
     """Plan so many times; the median and the 99th percentile of the seconds go into the JSON."""
     json: Path | None = None
-    """Write the plan and its figures here."""
+    """Write the plan and its figures here, as `cad_jax.Plan.load` reads them: a plan to run."""
     plot: Path | None = None
     """Draw work per server before and after planning here (PNG)."""
     pp: int = 1
@@ -86,6 +87,13 @@ class PlanArgs:
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} (={getattr(self, name)}) must be at least 1: use 1")
+        check_placement(self.placement)
+        changed = self.transport != "auto" or self.placement != "sequential" or self.planner
+        if self.pp > 1 and changed:
+            raise ValueError(
+                "--transport, --planner and --placement are of one microbatch's plan, and --pp predicts "
+                "steps of plans by tick: leave one or the other out"
+            )
         if self.pp < 1:
             raise ValueError(f"--pp (={self.pp}) must be at least 1; use 1 for no pipeline")
         given = (self.microbatches, self.virtual_stages, self.tp, self.pingpong)
@@ -186,11 +194,10 @@ def check_memory(servers: int, documents: int) -> None:
 
 
 def report(plan: Plan, seconds: Sequence[float]) -> dict:
-    """The figures of a plan as plain values; bytes are of one forward of one layer, bf16. seconds:
-    what planning it took, once or several times."""
+    """A plan as `Plan.load` reads it, with its figures; bytes are of one forward of one layer, bf16.
+    seconds: what planning it took, once or several times."""
     bytes_in, bytes_out = plan.bytes_in(), plan.bytes_out()
-    saved = plan.to_json()
-    return {name: saved[name] for name in PLAN_FIELDS} | {
+    return plan.to_json() | {
         "plan_s": seconds[0],
         "plan_s_median": float(np.median(seconds)),
         "plan_s_p99": float(np.percentile(seconds, 99, method="higher")),
@@ -287,24 +294,24 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     lengths = first_tokens(everything, args.servers * args.tokens_per_server)
     check_memory(args.servers, len(lengths))
 
-    def timed(lengths: np.ndarray, servers: int, tokens_per_server: int) -> tuple[Plan, float]:
+    planner = plan_documents if args.planner is None else load_planner(args.planner)
+    options: dict[str, Any] = dict(
+        num_q_heads=shape.num_q_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+        tolerance=args.tolerance, key_ranges=args.key_ranges, node=args.node,
+        transport=None if args.transport == "auto" else args.transport,
+    )  # fmt: skip
+
+    def timed(lengths: np.ndarray, servers: int, tokens: int) -> tuple[Plan, float]:
+        pool: dict[str, Any] = dict(servers=servers, tokens_per_server=tokens)
+        longest: dict[str, Any] = dict(max_document_tokens=max(int(lengths.max()), 1))
         start = time.perf_counter()
-        plan = plan_documents(
-            lengths,
-            servers=servers,
-            tokens_per_server=tokens_per_server,
-            num_q_heads=shape.num_q_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            tolerance=args.tolerance,
-            max_document_tokens=max(int(lengths.max()), 1),
-            key_ranges=args.key_ranges,
-            node=args.node,
-        )
+        cost = wire_cost(planner, **options, **pool, **longest)
+        order = place(lengths, args.placement, servers, tokens, cost)
+        plan = plan_with(planner, lengths[order], **options, **pool, **longest)
         return plan, time.perf_counter() - start
 
     # A run loads the compiled planner once: a small plan that moves work does so here.
-    timed(np.array([8 * TILE_ROWS]), servers=2, tokens_per_server=4 * TILE_ROWS)
+    timed(np.array([8 * TILE_ROWS]), servers=2, tokens=4 * TILE_ROWS)
     with console.status(f"planning {len(lengths)} documents over {args.servers} servers"):
         runs = [timed(lengths, args.servers, args.tokens_per_server) for _ in range(args.repeat)]
     plan = runs[0][0]

@@ -12,7 +12,7 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from cad_jax.attention.base import KeyRanges
 from cad_jax.attention.kernels.xla import choose_blocks
-from cad_jax.attention.varlen import varlen_attention, varlen_attention_bwd
+from cad_jax.attention.varlen import chosen_kernel, varlen_attention, varlen_attention_bwd
 from cad_jax.layer import PostWeights, PreWeights, post_attention, pre_attention
 from cad_jax.model_config import LlamaConfig
 from cad_jax.parameters import Parallelism
@@ -71,12 +71,40 @@ SIZES = {
 }  # fmt: skip
 
 
-def kernel_tile_rows(heads: HeadShape, dtype: str) -> int:
-    """Query rows of a tile of the kernel that `auto` takes on the default device."""
-    if jax.default_backend() != "cpu":
+class KernelNames(NamedTuple):
+    """The kernel of each direction, none of them "auto"."""
+
+    forward: str
+    backward: str
+
+    def __str__(self) -> str:
+        if self.forward == self.backward:
+            return self.forward
+        return f"{self.forward} forward, {self.backward} backward"
+
+
+def kernel_names(kernel: str, heads: HeadShape, dtype: str) -> KernelNames:
+    """What `kernel` is on the default device. Raises as `varlen_attention` does."""
+
+    def rows(dtype: str, *shape: int) -> Any:  # stands for an array
+        return jax.ShapeDtypeStruct((TILE_ROWS, *shape), dtype)
+
+    q, k = (rows(dtype, n, heads.head_dim) for n in (heads.num_q_heads, heads.num_kv_heads))
+    scalars = rows("float32", heads.num_q_heads)
+    ranges = KeyRanges(rows("int32"), rows("int32"))
+    return KernelNames(
+        chosen_kernel(kernel, "forward", q, k, k, ranges),
+        chosen_kernel(kernel, "backward", q, k, k, q, scalars, scalars, ranges),
+    )
+
+
+def kernel_tile_rows(names: KernelNames, heads: HeadShape, dtype: str) -> int:
+    """Query rows of a tile of the forward's kernel, or a multiple of them."""
+    if names.forward != "xla":
         return TILE_ROWS
     group = heads.num_q_heads // heads.num_kv_heads
-    return choose_blocks("cpu", 1 << 20, 1 << 20, group, dtype, backward=False).q
+    platform = jax.default_backend()
+    return choose_blocks(platform, 1 << 20, 1 << 20, group, dtype, backward=False).q
 
 
 class Kernels(NamedTuple):
@@ -86,11 +114,11 @@ class Kernels(NamedTuple):
     backward: Callable
 
     @classmethod
-    def of(cls, kernel: str) -> "Kernels":
-        """kernel: see `varlen_attention`."""
+    def of(cls, forward: str, backward: str | None = None) -> "Kernels":
+        """Names as `varlen_attention` takes them; backward: the same by default."""
         return cls(
-            jax.jit(partial(varlen_attention, kernel=kernel)),
-            jax.jit(partial(varlen_attention_bwd, kernel=kernel)),
+            jax.jit(partial(varlen_attention, kernel=forward)),
+            jax.jit(partial(varlen_attention_bwd, kernel=backward or forward)),
         )
 
 
@@ -223,8 +251,10 @@ class Measurement(NamedTuple):
         return self.to_row([work.seconds for work in self.works])
 
 
-def _attention(heads: HeadShape, dtype: str, kernel: str, sizes: Sizes) -> Iterator[Measurement]:
-    kernels, tile = Kernels.of(kernel), kernel_tile_rows(heads, dtype)
+def _attention(
+    heads: HeadShape, dtype: str, names: KernelNames, sizes: Sizes
+) -> Iterator[Measurement]:
+    kernels, tile = Kernels.of(*names), kernel_tile_rows(names, heads, dtype)
     for tiles in sizes.query_tiles:
         for longest in sizes.document_tiles:
             if longest < tiles:
@@ -238,8 +268,8 @@ def _attention(heads: HeadShape, dtype: str, kernel: str, sizes: Sizes) -> Itera
             yield Measurement(list(works), lambda s, cells=cells: AttentionRow(*cells, *s))
 
 
-def _slack(heads: HeadShape, dtype: str, kernel: str, sizes: Sizes) -> Iterator[Measurement]:
-    kernels, few = Kernels.of(kernel), kernel_tile_rows(heads, dtype)
+def _slack(heads: HeadShape, dtype: str, names: KernelNames, sizes: Sizes) -> Iterator[Measurement]:
+    kernels, few = Kernels.of(*names), kernel_tile_rows(names, heads, dtype)
     many = 8 * sizes.fill_rows
     for query_rows, key_rows in ((many, few), (few, many)):
         nothing = np.zeros(query_rows, np.int64)
@@ -280,9 +310,10 @@ def measurements(model: ModelShape, dtype: Dtype, kernel: str, sizes: Sizes) -> 
     `measure`. kernel: see `varlen_attention`.
     """
     heads = HeadShape(model.num_q_heads, model.num_kv_heads, model.head_dim)
+    names = kernel_names(kernel, heads, dtype)
     return [
-        *_attention(heads, dtype, kernel, sizes),
-        *_slack(heads, dtype, kernel, sizes),
+        *_attention(heads, dtype, names, sizes),
+        *_slack(heads, dtype, names, sizes),
         *_linear(model, dtype, sizes),
         *_transfers(sizes),
     ]
@@ -295,20 +326,22 @@ def collect(
     kernel: str,
     notes: tuple[str, ...],
 ) -> Profile:
-    """The profile of what was timed on the default device; the rest is for its header."""
+    """The profile of what was timed on the default device; the rest, as `measurements` got it, is for its
+    header."""
     device = jax.devices()[0]
     cpu = device.platform == "cpu"
     known = find_device("cpu" if cpu else device.device_kind)
     heads = HeadShape(model.num_q_heads, model.num_kv_heads, model.head_dim)
+    names = kernel_names(kernel, heads, dtype)
     header = ProfileHeader(
         label="measured",
         devices=known.name if known else "_".join(device.device_kind.lower().split()),
         hardware=hardware(),
         date=datetime.date.today().isoformat(),
         jax=jax.__version__,
-        kernel="xla" if cpu and kernel == "auto" else kernel,
+        kernel=str(names),
         dtype=dtype,
-        tile_rows=kernel_tile_rows(heads, dtype),
+        tile_rows=kernel_tile_rows(names, heads, dtype),
         tiles_of="buffer",
         notes=notes,
     )

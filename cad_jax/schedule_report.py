@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from cad_jax.pipeline.prediction import StepPrediction, first_microbatches, predict_step
@@ -71,6 +72,7 @@ def figures(prediction: StepPrediction) -> dict[str, Any]:
     """The prediction as plain values."""
     schedule = prediction.schedule
     return {
+        "label": "derived",
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
         "virtual_stages": schedule.virtual_stages,
@@ -89,16 +91,19 @@ def table(prediction: StepPrediction, model: str) -> Table:
     """The prediction for people."""
     schedule = prediction.schedule
     result = Table(
-        title=f"One step: {schedule.stages} stages, {schedule.microbatches} microbatches, {model}"
+        title=f"One step: {schedule.stages} stages, {schedule.microbatches} microbatches, {model}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
     )
     for name in (
         "attention",
-        "max / mean pairs",
-        "s in lockstep",
-        "s by dataflow",
-        "over the first",
+        "max / mean\npairs",
+        "lockstep,\ns",
+        "dataflow,\ns",
+        "over the\nfirst",
     ):
-        result.add_column(name, justify="left" if name == "attention" else "right")
+        left = name == "attention"
+        result.add_column(name, justify="left" if left else "right", no_wrap=True)
     for name, what in WAYS.items():
         way = getattr(prediction, name)
         ratio = way.lockstep_s / prediction.pool.lockstep_s
@@ -113,6 +118,7 @@ def table(prediction: StepPrediction, model: str) -> Table:
         f"{schedule.ticks} ticks of each phase, bubble {schedule.bubble:.1%}, in flight "
         f"{schedule.in_flight.tolist()}, {schedule.slots} stash slots; derived: H200 at "
         f"{prediction.efficiency:.0%} of its peak, travel hidden; plans took "
-        f"{prediction.plan_s:.1f} s"
+        f"{prediction.plan_s:.1f} s. In lockstep every stage waits for the slowest in each tick, by "
+        "dataflow for its inputs alone; over the first: in lockstep"
     )
     return result

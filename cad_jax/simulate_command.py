@@ -9,8 +9,9 @@ from cad_jax.simulate_report import SimulateArgs, run
 
 def main(arguments: list[str]) -> int:
     """Run `cad-jax simulate`; returns the exit code."""
+    args = tyro.cli(SimulateArgs, prog="cad-jax simulate", args=arguments)
     try:
-        run(tyro.cli(SimulateArgs, prog="cad-jax simulate", args=arguments))
+        run(args)
     except ValueError as error:
         print(f"cad-jax simulate: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,22 +19,27 @@ from rich.table import Table
 from cad_jax.pipeline.prediction import first_microbatches
 from cad_jax.plan_report import check_memory, read_lengths
 from cad_jax.sharding.clusters import CHIPS, USABLE_MEMORY
-from cad_jax.sharding.cost import DEVICES, Device, model_shape
-from cad_jax.sharding.cost_model import CostModel, Link, analytic, from_csv, shipped
+from cad_jax.sharding.cost import DEVICES, model_shape
+from cad_jax.sharding.cost_model import CostModel
 from cad_jax.sharding.nano_batches import pack_halves
 from cad_jax.sharding.packing import pack_step
+from cad_jax.simulation.named_costs import named_costs
 from cad_jax.simulation.setting import Setting, StepResult
 from cad_jax.simulation.step import Overlap, pooled_step, pooled_works, stage_step, stage_works
 from cad_jax.simulation.trace import plot_timeline, write_trace
 from cad_jax.simulation.wlb import best_wlb_step, check_microbatches
-from cad_jax.simulation.lengths import LONG_TOKENS
-from cad_jax.simulation.workloads import PUBLISHED, SHORT_DOCUMENT_TOKENS, WORKLOADS, batches
+from cad_jax.simulation.workloads import (
+    LONG_TOKENS,
+    PUBLISHED,
+    SHORT_DOCUMENT_TOKENS,
+    WORKLOADS,
+    batches,
+)
 
 Strategy = Literal["cad", "published", "home", "all_gather", "ring", "wlb"]
 GIB = 2**30
 PIPELINE_MICROBATCHES = 8  # where stages are asked for and microbatches are not
 MANY_RANKS = 512  # from here on a strategy takes minutes
-PROFILES = {"h100": "h200_fa3", "h200": "h200_fa3", "cpu": "cpu"}  # by device; others: analytic
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,9 @@ class SimulateArgs:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} must be at least 1, got {value}: use 1 or more")
         if self.headroom < 1:
-            raise ValueError(f"--headroom must be at least 1, got {self.headroom}: 1 is none at all")
+            raise ValueError(
+                f"--headroom must be at least 1, got {self.headroom}: 1 is none at all"
+            )
         if not 0 <= self.recompute <= 1:
             raise ValueError(
                 f"--recompute must be from 0 to 1, got {self.recompute}: 1 is all of it"
@@ -137,32 +144,6 @@ class SimulateArgs:
         for path in (self.json, self.trace, self.plot):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"cannot write {path}: make the folder {path.parent} first")
-
-
-def named_costs(device: Device, profile: str | None, between_nodes_gb_s: float | None) -> CostModel:
-    """A cost model as people name it.
-
-    profile: a CSV, the name of one that ships, or "analytic"; None: what fits the device.
-    between_nodes_gb_s: instead of the profile's or the device's. Raises ValueError for an unknown or
-    unfit profile.
-    """
-    profile = profile or PROFILES.get(device.name, "analytic")
-    if profile == "analytic":
-        costs = analytic(device)
-    else:
-        file = Path(profile)
-        try:
-            costs = from_csv(file if file.suffix == ".csv" else shipped(profile), device)
-        except ValueError as error:
-            if device.peak_flops is None:
-                raise
-            raise ValueError(
-                f"{error}; or give --profile analytic, a fraction of the peak of {device.name}"
-            ) from error
-    if between_nodes_gb_s is None:
-        return costs
-    link = Link(1e9 * between_nodes_gb_s, costs.between_nodes.latency_s)
-    return replace(costs, between_nodes=link)
 
 
 def cost_model(args: SimulateArgs) -> CostModel:
@@ -271,8 +252,9 @@ def simulate(args: SimulateArgs, console: Console) -> Simulation:
     def packed() -> StepResult:
         everything = [n for m in documents for n in m]
         return best_wlb_step(
-            setting, everything, microbatches=packings, headroom=args.headroom
-        )
+            setting, everything, microbatches=packings, headroom=args.headroom,
+            memory_bytes=usable_bytes(args.device) or math.inf,
+        )  # fmt: skip
 
     run: dict[Strategy, Callable[[], StepResult]] = {
         "cad": lambda: pooled("cad"),
@@ -336,18 +318,18 @@ def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
     for r in results:
         figures = r.figures()
         result.add_row(*(cell(r, figures) for cell in columns.values()))
+    beyond = "" if usable_bytes(args.device) is None else f", ! beyond {USABLE_MEMORY:.0%} of it"
     bubble = (
-        "; bubble: share of a schedule's ticks in which a stage has no microbatch, lockstep (cad, "
-        "published) or not"
+        "bubble: share of a schedule's ticks in which a stage has no microbatch, in lockstep (cad, "
+        "published) or not; "
     )
     result.caption = (
         f"ratio: seconds over {results[0].strategy}'s; idle: share of all rank-seconds without work of a "
-        "rank's own; exposed: of them, on the network; "
-        f"sent, held: GiB of a device; kernel times {label}; MFU counts causal FLOPs, backward 2 times "
-        "(linear) and 2.5 times (attention) the forward, nothing run again; parameter collectives, "
-        "optimizer and host take no time; memory is derived, ! does not fit "
-        f"{USABLE_MEMORY:.0%} of the device's; padding {simulation.padding:.1%} of the step's tokens"
-        f"{bubble if args.pp > 1 else ''}"
+        f"rank's own; exposed: of them, on the network; {bubble if args.pp > 1 else ''}"
+        f"sent: GiB of a device; held: GiB of its memory{beyond}, derived, of published and wlb as those "
+        f"systems keep it; kernel times {label}; MFU counts causal FLOPs, backward 2 times (linear) and "
+        "2.5 times (attention) the forward, nothing run again; parameter collectives, optimizer and host "
+        f"take no time; padding {simulation.padding:.1%} of the step's tokens"
     )
     return result
 

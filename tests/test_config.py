@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from cad_jax.attention.planned import PlannedStrategy
 from cad_jax.config import (
     AttentionConfig,
     MeshConfig,
@@ -26,7 +27,7 @@ from cad_jax.processes import ProcessConfig
 from cad_jax.recipes import RECIPES, llama3_8b_h200, stdlib_demo
 from cad_jax.sharding.capacities import default_capacities
 from cad_jax.sharding.cost import model_shape
-from cad_jax.sharding.tasks import HeadShape
+from cad_jax.sharding.tasks import K_START, HeadShape
 from cad_jax.train_step import TrainStep
 from tests.tiny_runs import tiny_config, with_changes
 
@@ -146,6 +147,23 @@ def test_only_planned_strategies_draw_samples(name, samples, tmp_path):
     strategy, _ = make_run_strategies(config, cast(DocumentBatches, data))
     assert strategy.name == name
     assert len(drawn) == samples
+
+
+def test_a_run_divides_keys_where_it_is_told_to(tmp_path):
+    config = with_changes(
+        tiny_config(tmp_path, "*.txt"),
+        attention={"key_ranges": 4, "tolerance": 0.1},
+        mesh={"dp": 4},
+        training={"tokens_per_microbatch": 2048},
+    )
+    data = SimpleNamespace(
+        sample_nano_lengths=lambda batches: [(np.array([967, 1077]),)] * batches,
+        nano_batches=1, tokens_per_microbatch=2048, max_document_tokens=2048,
+    )  # fmt: skip
+    strategy, _ = make_run_strategies(config, cast(DocumentBatches, data))
+    assert isinstance(strategy, PlannedStrategy)
+    assert strategy.capacities.partials > 1
+    assert strategy.plan(np.array([967, 1077])).tasks[:, K_START].any()
 
 
 def test_what_a_resume_may_change(tmp_path):

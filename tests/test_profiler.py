@@ -1,17 +1,24 @@
 """What the profiler runs and writes, without looking at a clock."""
 
 import dataclasses
+import io
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cad_jax import profile_command
+from cad_jax.attention import varlen
+from cad_jax.profiler import SIZES as CHOSEN_SIZES
 from cad_jax.profiler import (
+    KernelNames,
     Kernels,
     Sizes,
     attention_work,
     collect,
+    default_model,
+    kernel_names,
     kernel_tile_rows,
     linear_work,
     measurements,
@@ -23,6 +30,7 @@ from cad_jax.sharding.cost_model import from_csv, layer_weights
 from cad_jax.sharding.mesh import make_mesh
 from cad_jax.sharding.profile_table import AttentionRow, LinearRow, SlackRow, TransferRow
 from cad_jax.sharding.tasks import HeadShape
+from cad_jax.simulate_report import SimulateArgs, run
 from cad_jax.timing import Work, measure
 
 TINY = ModelShape("tiny", 1, 32, 4, 1, 8, 48, 64)
@@ -41,8 +49,20 @@ def test_a_batch_holds_equal_causal_tasks_with_keys_of_their_own():
 
 def test_tiles_of_the_cpu_kernel():
     """512 folded rows over the query heads of a key head."""
-    assert kernel_tile_rows(HEADS, "float32") == 128
-    assert kernel_tile_rows(HeadShape(8, 4, 64), "bfloat16") == 256
+    xla = KernelNames("xla", "xla")
+    assert kernel_tile_rows(xla, HEADS, "float32") == 128
+    assert kernel_tile_rows(xla, HeadShape(8, 4, 64), "bfloat16") == 256
+    assert kernel_tile_rows(KernelNames("reference", "xla"), HeadShape(8, 4, 64), "float32") == 128
+
+
+def test_kernels_are_named_by_direction(monkeypatch):
+    assert kernel_names("auto", HEADS, "float32") == ("xla", "xla")
+    assert kernel_names("reference", HEADS, "float32") == ("reference", "reference")
+    candidates = {"forward": ("reference", "xla"), "backward": ("triton", "xla")}
+    monkeypatch.setattr(varlen, "_candidates", candidates.__getitem__)
+    mixed = kernel_names("auto", HEADS, "float32")  # head dim 8 is not one of triton's
+    assert mixed == ("reference", "xla") and str(mixed) == "reference forward, xla backward"
+    assert str(KernelNames("xla", "xla")) == "xla"
 
 
 def test_attention_work_is_ordinary_numbers():
@@ -127,6 +147,25 @@ def test_the_cost_model_reads_what_the_profiler_writes(profile, tmp_path):
     both_s, forward_s = (works[i].samples[0] for i in (15, 14))
     assert model.linear_s(TINY, 16, 1) == pytest.approx(forward_s)
     assert both_s > forward_s
+
+
+def test_a_quick_cpu_profile_can_be_simulated(tmp_path):
+    """The grid of `cad-jax profile --quick` with counted seconds, read by `cad-jax simulate`."""
+    model, dtype = default_model()
+    timed = measurements(model, dtype, "auto", CHOSEN_SIZES["cpu", True])
+    for measurement in timed:
+        for number, work in enumerate(measurement.works):
+            work.samples = [1e-3 * work.parts * (number + 1)]
+    path = tmp_path / "quick.csv"
+    collect(timed, model, dtype, "auto", ("seconds are counted, not measured",)).save(path)
+    results = run(
+        SimulateArgs(
+            ranks=4, tokens_per_rank=4096, workload="mixed", longest_tokens=8192, model="llama3-1b",
+            tp=1, device="cpu", profile=str(path),
+        ),
+        Console(file=io.StringIO(), width=120),
+    )  # fmt: skip
+    assert len(results) == 6 and all(0 < r.step_s < np.inf and np.isnan(r.mfu) for r in results)
 
 
 def test_the_table_shows_every_part(profile):

@@ -19,6 +19,7 @@ from cad_jax.sharding.cost import exchange_s
 from cad_jax.sharding.mesh import MESH_AXES
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.planners import Planner, plan_with
 from cad_jax.sharding.routing import required_capacities, wire_bytes
 from cad_jax.sharding.tables import Tables, expand
 from cad_jax.sharding.tasks import Capacities, stage_documents, stage_lengths
@@ -33,6 +34,8 @@ class PlannedStrategy:
     capacities: Capacities
     tolerance: float
     max_document_tokens: int | None
+    key_ranges: int = 1
+    planner: Planner = plan_documents
 
     @property
     def transport(self) -> str:
@@ -64,7 +67,7 @@ class PlannedStrategy:
         return text
 
     def plan(self, lengths: np.ndarray, starts: np.ndarray | None = None) -> Plan:
-        """The plan of documents end to end, or from `starts`: see `plan_documents`. Raises
+        """The plan of documents end to end, or from `starts`: see `plan_with`. Raises
         ValueError where documents or capacities do not fit."""
         pool = self.pool
         if self.name == "home":
@@ -77,7 +80,8 @@ class PlannedStrategy:
                 tolerance=self.tolerance,
                 starts=starts,
             )
-        return plan_documents(
+        return plan_with(
+            self.planner,
             lengths,
             servers=pool.servers,
             tokens_per_server=pool.tokens_per_server,
@@ -88,6 +92,7 @@ class PlannedStrategy:
             max_document_tokens=self.max_document_tokens,
             capacities=self.capacities,
             starts=starts,
+            key_ranges=self.key_ranges,
         )
 
     def plan_sample(self, sample: np.ndarray | Sequence[np.ndarray]) -> Plan:

@@ -72,7 +72,7 @@ def forward(settings: Settings, q, k, v, ranges: KeyRanges):
 
     def merged(out, lse, block, at):
         new_out, new_lse = attend(block, at)
-        return merge_partials(jnp.stack([out, new_out]), jnp.stack([lse, new_lse]))
+        return merge_partials((out, new_out), jnp.stack([lse, new_lse]))
 
     def first(at):
         return (*attend(own, at), _pass_on(own, settings.axis_names))

@@ -26,6 +26,8 @@ from cad_jax.sharding.capacities import (
 )
 from cad_jax.sharding.cost import DEVICES, Device, choose_transport
 from cad_jax.sharding.mesh import POOL_AXES
+from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.planners import Planner
 from cad_jax.sharding.tasks import DENSE_TRANSPORTS, Capacities, HeadShape
 
 
@@ -94,6 +96,8 @@ def make_strategy(
     tokens_per_server: int,
     heads: HeadShape,
     tolerance: float = 0.05,
+    key_ranges: int = 1,
+    planner: Planner = plan_documents,
     capacities: Capacities | None = None,
     transport: str = "auto",
     candidates: Sequence[str] = DENSE_TRANSPORTS,
@@ -115,6 +119,9 @@ def make_strategy(
       tokens_per_server: T.
       heads: of one device, key heads replicated where there are fewer of them than tp devices.
       tolerance: cad's bound on the most loaded server's work over the mean, less one.
+      key_ranges: of cad, servers among which the keys of one query may be divided where that is
+        cheaper on the wire; their partial outputs merge at home.
+      planner: of cad, what plans: see `planners.plan_with`.
       capacities: of cad and home. Without them they hold all but one in a thousand of the plans
         for `sample_lengths`, and any home plan; without these too, they follow from the other
         arguments.
@@ -137,7 +144,7 @@ def make_strategy(
 
     Raises:
       ValueError: an unknown name, a kernel the strategy cannot run or whose package is missing,
-        sample lengths that do not fit.
+        key_ranges that it does not have, sample lengths that do not fit.
     """
     if name not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {name!r}")
@@ -152,6 +159,11 @@ def make_strategy(
         raise ValueError(
             f"servers (= {servers}) must be divisible by stages (= {stages}): every stage has as "
             "many ranks; use servers = pp x dp"
+        )
+    if key_ranges < 1 or (key_ranges > 1 and name != "cad"):
+        raise ValueError(
+            f"key_ranges (= {key_ranges}) must be 1, or more for strategy cad alone, got it for {name}: "
+            "leave it out"
         )
     planned = name in ("cad", "home")
     if stages > 1 and not planned:
@@ -172,20 +184,15 @@ def make_strategy(
         if stages > 1:  # a document lies within one stage
             stage_tokens = pool.stage_tokens
             max_document_tokens = min(max_document_tokens or stage_tokens, stage_tokens)
+        settings = tolerance, max_document_tokens, key_ranges, planner
         if capacities is None:
             allowed = candidates if transport == "auto" else (transport,)
-            capacities = _first_capacities(name, pool, allowed, max_document_tokens)
-            first = PlannedStrategy(name, pool, capacities, tolerance, max_document_tokens)
-            plans = [first.plan_sample(sample) for sample in sample_lengths]
-            if plans:
-                capacities = capacities_from_plans(
-                    plans,
-                    max_document_tokens=max_document_tokens,
-                    device=device,
-                    tp=tp,
-                    candidates=allowed,
-                )
-        return PlannedStrategy(name, pool, capacities, tolerance, max_document_tokens)
+            # Where keys may be divided plans are a transport's own; else one set of plans serves all.
+            alike = [(t,) for t in allowed] if key_ranges > 1 else [allowed]
+            found = [_capacities(name, pool, group, sample_lengths, *settings) for group in alike]
+            choices = {each.transport: each for each in found}
+            capacities = choices[choose_transport(choices, heads, servers, device, tp)]
+        return PlannedStrategy(name, pool, capacities, *settings)
     if name in ("all_gather", "ring"):
         return HeadTailStrategy(name, pool)
     if stages > 1:
@@ -204,12 +211,43 @@ def make_strategy(
     return NativeStrategy(name, pool)
 
 
+def _capacities(
+    name: str,
+    pool: Pool,
+    candidates: Sequence[str],
+    sample_lengths: Sequence[np.ndarray | Sequence[np.ndarray]],
+    tolerance: float,
+    max_document_tokens: int | None,
+    key_ranges: int,
+    planner: Planner,
+) -> Capacities:
+    """From plans of the samples; without any, from static arguments alone."""
+    first = _first_capacities(name, pool, candidates, max_document_tokens, key_ranges)
+    settings = tolerance, max_document_tokens, key_ranges, planner
+    strategy = PlannedStrategy(name, pool, first, *settings)
+    plans = [strategy.plan_sample(sample) for sample in sample_lengths]
+    if not plans:
+        return first
+    return capacities_from_plans(
+        plans,
+        max_document_tokens=max_document_tokens,
+        device=pool.device,
+        tp=pool.tp,
+        candidates=candidates,
+    )
+
+
 def _first_capacities(
-    name: str, pool: Pool, candidates: Sequence[str], max_document_tokens: int | None
+    name: str,
+    pool: Pool,
+    candidates: Sequence[str],
+    max_document_tokens: int | None,
+    key_ranges: int,
 ) -> Capacities:
     """From static arguments alone: roomy for cad, just enough for home."""
     shape = pool.servers, pool.tokens_per_server, pool.heads, max_document_tokens
     if name == "cad":
-        return default_capacities(*shape, None, pool.device, pool.tp, candidates)
+        partials = min(key_ranges, pool.servers)
+        return default_capacities(*shape, None, pool.device, pool.tp, candidates, partials)
     choices = {t: home_capacities(*shape, t) for t in candidates}
     return choices[choose_transport(choices, pool.heads, pool.servers, pool.device, pool.tp)]

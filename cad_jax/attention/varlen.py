@@ -16,6 +16,7 @@ where those refuse. Name the kernel when compiling for a device that the process
 
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -76,17 +77,39 @@ def _check_operands(q, k, v, ranges: KeyRanges) -> None:
 
 
 def _run(kernel: str, direction: str, *operands):
+    return _named(kernel, direction, *operands)[1]
+
+
+def _named(kernel: str, direction: str, *operands) -> tuple[str, Any]:
+    """The kernel that takes the operands, and what it returns."""
     refusals = []
     for name, implementation in _attempts(kernel, direction):
         try:
             with jax.named_scope(f"attention/{direction}"):
-                return getattr(implementation, direction)(*operands)
+                return name, getattr(implementation, direction)(*operands)
         except NotImplementedError as refusal:
             refusals.append(f"{name}: {refusal}")
     raise ValueError(
         f"no kernel takes this attention {direction}; {'; '.join(refusals)}. "
         "kernel='xla' takes any device, dtype and head dim"
     )
+
+
+def chosen_kernel(kernel: str, direction: str, *operands) -> str:
+    """The kernel that computes a direction ("forward" | "backward"): what `auto` takes for these operands.
+
+    operands: of `varlen_attention` or `varlen_attention_bwd`, or their `jax.ShapeDtypeStruct`s; nothing is
+    computed. Raises as they do.
+    """
+    taken: list[str] = []
+
+    def run(*operands):
+        name, result = _named(kernel, direction, *operands, 1.0)
+        taken.append(name)
+        return result
+
+    jax.eval_shape(run, *operands)
+    return taken[0]
 
 
 def varlen_attention(

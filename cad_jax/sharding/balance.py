@@ -24,8 +24,10 @@ from cad_jax.sharding.pieces import (
     key_fare,
     move,
     receivers,
+    restart,
     start_state,
 )
+from cad_jax.sharding.tasks import TILE_ROWS
 
 LEVEL, REFINE = range(2)  # what a move is for: to lower the maximum, or to save fare
 
@@ -69,12 +71,12 @@ def best_move(pool, state, weights, server, excess, ceiling, aim):
     while following >= 0:
         i, following = following, state.chain[following, 1]
         doc, start, stop = state.pieces[i, DOC], state.pieces[i, START], state.pieces[i, STOP]
-        if (
-            aim == REFINE
-            and state.pieces[i, HOME] == server
-            and key_fare(pool, server, doc, state.held[server, doc]) == 0
-        ):
-            continue  # nothing it has of the document travels
+        if aim == REFINE:
+            home = state.pieces[i, HOME]
+            spared = key_fare(pool, server, doc, state.held[server, doc]) * weights[server]
+            queries = pool.q_units * (stop - start) * price(pool.node, home, server)
+            if spared + queries * (weights[server] + weights[home]) <= best:
+                continue  # all that it has of the document would save no more
         if is_whole(pool, state, i, server):
             kept, count = 0, 1
             state.receivers[0] = roomiest
@@ -91,6 +93,8 @@ def best_move(pool, state, weights, server, excess, ceiling, aim):
             end = stop if end >= stop else down(end)
             if to == server or room <= 0 or rows <= 0 or end <= start:
                 continue
+            if aim == REFINE and room < TILE_ROWS // 2 * start:
+                continue  # not for the least part worth a search
             want = room if aim == REFINE else min(excess, room)
             suits = prefix_pairs(start, end) <= want and end - start <= rows
             for way in range(1 if suits else 1 + CUTS):
@@ -136,15 +140,15 @@ def move_neighbours(pool, state, i, server, to, ceiling):
 
 
 @njit(error_model="numpy")
-def balance(pool, pieces, count, fill, weights, max_moves, sweeps):
-    """Moves pieces (in place) until no server is over its bound, or nothing helps any more.
+def balance(pool, state, fill, weights, max_moves, sweeps, stale):
+    """Moves pieces until no server is over its bound, or nothing helps any more.
 
     Receivers fill to `fill` pairs, int64 [S]; where cuts of TILE_ROWS rows are too coarse for that,
     moves that still lower the most a server is over follow, which ends within (1 - 1/S) of one such
     cut above the mean. `sweeps` rounds then move pieces that save fare without lifting a server over
-    its bound. Returns (state, moves).
+    its bound, off servers that are `stale`, bool [S]: those among them, and those that have changed
+    since they were searched. Returns how many moves.
     """
-    state = start_state(pool, pieces, count)
     moves = 0
     while moves < max_moves and has_room(state):
         over = state.load - pool.bound
@@ -160,23 +164,38 @@ def balance(pool, pieces, count, fill, weights, max_moves, sweeps):
             break
         whole = is_whole(pool, state, i, server) and high == state.pieces[i, STOP] and low == 0
         move(pool, state, i, low, high, to)
+        stale[server], stale[to] = True, True
         if whole:
             move_neighbours(pool, state, i, server, to, fill)
         moves += 1
     for _ in range(sweeps if moves else 0):
         before = moves
         for server in range(pool.bound.size):
-            while moves < max_moves and has_room(state):
+            while stale[server] and moves < max_moves and has_room(state):
                 score, i, low, high, to = best_move(
                     pool, state, weights, server, np.int64(0), pool.bound, REFINE
                 )
                 if score == 0:
+                    stale[server] = False
                     break
                 move(pool, state, i, low, high, to)
+                stale[to] = True
                 moves += 1
         if moves == before:
             break
-    return state, moves
+    return moves
+
+
+@njit(error_model="numpy")
+def balance_once(pool, home_pieces, room, fill, weights, max_moves, sweeps):
+    """One round of `balance` from the home plan: (pieces, int64 [n, 5], moves made); no pieces where
+    `room` for them did not suffice."""
+    pieces = np.zeros((room, home_pieces.shape[1]), np.int64)
+    pieces[: home_pieces.shape[0]] = home_pieces
+    state = start_state(pool, pieces, home_pieces.shape[0])
+    stale = np.ones(pool.bound.size, np.bool_)
+    moves = balance(pool, state, fill, weights, max_moves, sweeps, stale)
+    return pieces[: state.count[0] if has_room(state) else 0], moves
 
 
 @njit(error_model="numpy")
@@ -184,15 +203,18 @@ def best_balance(pool, home_pieces, room, fills, promised, sweeps):
     """The best of as many rounds as there are `fills`, int64 [rounds, S], each from the home plan with
     the weights that the last one's fares make; and of the best two ways once more with `sweeps`.
 
-    Plans within `promised` pairs, int64 [S], are judged by fare alone. Returns the pieces, int64 [n,
-    5], or none where `room` for pieces did not suffice.
+    Plans within `promised` pairs, int64 [S], are judged by fare alone. Returns (the pieces, int64 [n,
+    5], or none where `room` for pieces did not suffice; a state of this pool).
     """
-    count, servers, rounds = home_pieces.shape[0], pool.bound.size, fills.shape[0]
+    servers, rounds = pool.bound.size, fills.shape[0]
     weights = np.zeros((rounds + 1, servers), np.int64)
     weights[0] = equal_weights(servers)
     over, fare = np.zeros(rounds + 2, np.int64), np.zeros(rounds + 2, np.int64)
     swept = np.zeros(rounds, np.bool_)
     best, best_pieces = 0, home_pieces
+    pieces = np.zeros((room, home_pieces.shape[1]), np.int64)
+    pieces[: home_pieces.shape[0]] = home_pieces
+    state = start_state(pool, pieces, home_pieces.shape[0])
     for nth in range(rounds + 2):
         way = nth
         if nth >= rounds:
@@ -203,17 +225,17 @@ def best_balance(pool, home_pieces, room, fills, promised, sweeps):
             if way < 0:
                 break
             swept[way] = True
-        pieces = np.zeros((room, home_pieces.shape[1]), np.int64)
-        pieces[:count] = home_pieces
-        state, _ = balance(
-            pool, pieces, count, fills[way], weights[way], np.int64(2**62),
-            sweeps if nth >= rounds else 0,
+        if nth > 0:
+            restart(pool, state, home_pieces)
+        balance(
+            pool, state, fills[way], weights[way], np.int64(2**62),
+            sweeps if nth >= rounds else 0, np.ones(servers, np.bool_),
         )  # fmt: skip
         if not has_room(state):
-            return pieces[:0]
+            return pieces[:0], state
         over[nth], fare[nth] = max((state.load - promised).max(), 0), judged(state.fare)
         if nth == 0 or (over[nth], fare[nth]) < (over[best], fare[best]):
-            best, best_pieces = nth, pieces[: state.count[0]]
+            best, best_pieces = nth, pieces[: state.count[0]].copy()
         if nth < rounds:
             weights[nth + 1] = next_weights(weights[nth], state.fare)
-    return best_pieces
+    return best_pieces, state

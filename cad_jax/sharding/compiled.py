@@ -12,9 +12,9 @@ from numba import njit
 
 from cad_jax.sharding import balance as prefix_search
 from cad_jax.sharding import blocks as block_search
-from cad_jax.sharding import cuts, fares, pieces, tasks, tiles
+from cad_jax.sharding import cuts, fares, mending, pieces, tasks, tiles
 
-_MODULES = (prefix_search, block_search, cuts, fares, pieces, tasks, tiles)
+_MODULES = (prefix_search, block_search, cuts, fares, mending, pieces, tasks, tiles)
 
 
 def _sources() -> int:
@@ -27,16 +27,19 @@ def _sources() -> int:
 
 def _entries(sources: int):
     @njit(cache=True, error_model="numpy")
-    def balance(pool, pieces, count, fill, weights, max_moves, sweeps):
-        """See `balance.balance`."""
+    def balance(pool, home_pieces, room, fill, weights, max_moves, sweeps):
+        """See `balance.balance_once`."""
         _ = sources
-        return prefix_search.balance(pool, pieces, count, fill, weights, max_moves, sweeps)
+        return prefix_search.balance_once(pool, home_pieces, room, fill, weights, max_moves, sweeps)
 
     @njit(cache=True, error_model="numpy")
-    def best_balance(pool, home_pieces, room, fills, promised, sweeps):
-        """See `balance.best_balance`."""
+    def best_balance(pool, home_pieces, room, fills, promised, sweeps, tries):
+        """See `balance.best_balance` and `mending.mend`."""
         _ = sources
-        return prefix_search.best_balance(pool, home_pieces, room, fills, promised, sweeps)
+        pieces, state = prefix_search.best_balance(pool, home_pieces, room, fills, promised, sweeps)
+        if pieces.shape[0] == 0:
+            return pieces
+        return mending.mend(pool, state, pieces, fills, promised, tries, sweeps)
 
     @njit(cache=True, error_model="numpy")
     def best_parts(tiles, rates, limits, parts_limit, rounds):

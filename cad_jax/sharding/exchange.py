@@ -9,7 +9,8 @@ given back: the caller may tie both to compute that runs meanwhile, or run strai
 float32 scalars (lse, delta: one per head) ride behind their unit as bit patterns, because a float
 carrier may quiet the bit patterns of signalling NaNs. Every move is a gather by index, outward and,
 through inverse indices, back; copies of one unit are summed in float32 in a fixed order. A relay's
-sum takes its last hop in the gradients' own dtype. Slack rows of every buffer are exactly zero,
+sum takes its last hop in the gradients' own dtype, and in float32 where keys are divided (M > 1): partial
+dq, rounded at the server, at a relay and at home, would err 1.6 times as much as one that is whole. Slack rows of every buffer are exactly zero,
 whatever their sources hold.
 
 A transport is the number and kind of hops in the arrays (`routes.TRANSPORTS` makes them), and
@@ -28,6 +29,7 @@ from collections.abc import Callable, Generator, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from cad_jax.sharding.collectives import cross, cross_back, join, split
 from cad_jax.sharding.tables import AnyHopTable, Copies, Tables
@@ -75,12 +77,12 @@ def dispatch_fwd(
 def combine_fwd(
     out: jax.Array, lse: jax.Array, tables: Tables, axis_names: tuple[str, ...],
     *, skip_empty: bool = False,
-) -> Hops[tuple[jax.Array, jax.Array]]:  # fmt: skip
-    """The server's out [CQ, H, D] and lse float32 [CQ, H] -> the home's partial outputs [M, T, H,
-    D] and lse float32 [M, T, H]; a partial that no server computed has out 0 and lse -inf.
+) -> Hops[tuple[tuple[jax.Array, ...], jax.Array]]:  # fmt: skip
+    """The server's out [CQ, H, D] and lse float32 [CQ, H] -> the home's M partial outputs [T, H, D] each,
+    and lse float32 [M, T, H]; a partial that no server computed has out 0 and lse -inf.
     """
     num_heads, head_dim = out.shape[1:]
-    partials, tokens, q_units = tables.merge.shape
+    _, tokens, q_units = tables.merge.shape
     unit_heads = num_heads // q_units
     lanes = unit_heads * head_dim
     units = _to_units(out, lanes)
@@ -93,11 +95,14 @@ def combine_fwd(
         tables, skip_empty,
     )  # fmt: skip
     merge = tables.merge.reshape(-1)
-    out_home = _from_units(_take((units, returned[:, :lanes]), merge), out.dtype, (head_dim,))
     lse_home = _from_bits(_take((bits, returned[:, lanes:]), merge), unit_heads)
     lse_home = jnp.where(merge[:, None] < 0, -jnp.inf, lse_home)
-    shape = (partials, tokens, num_heads)
-    return out_home.reshape(*shape, head_dim), lse_home.reshape(shape)
+    source = jnp.concatenate([units, returned[:, :lanes]])
+    out_home = tuple(
+        _from_units(_take((source,), level.reshape(-1)), out.dtype, (num_heads, head_dim))
+        for level in tables.merge
+    )
+    return out_home, lse_home.reshape(-1, tokens, num_heads)
 
 
 def dispatch_bwd(
@@ -142,14 +147,19 @@ def combine_bwd(
     """
     lanes = _lanes(dq, dk, dv)
     dq_units, dkv_units = _to_units(dq, lanes), _to_units(jnp.concatenate([dk, dv], axis=1), lanes)
-    columns, (first, *_) = [(dq_units, dkv_units)], tables.dispatch
+    columns, (first, *relayed) = [(dq_units, dkv_units)], tables.dispatch
+    sums = jnp.float32 if relayed and tables.merge.shape[0] > 1 else dq.dtype
     arrived = yield from _where_anything_travels(
         lambda: _send_back(
-            columns, tables.received_back, tables.dispatch, axis_names, dq.dtype, "combine_bwd"
+            columns, tables.received_back, tables.dispatch, axis_names, dq.dtype, "combine_bwd", sums
         ),
         tables, skip_empty,
     )  # fmt: skip
-    arrived = lax.bitcast_convert_type(arrived, dq.dtype)
+    arrived = (
+        _from_bits(arrived, lanes)
+        if sums == jnp.float32
+        else lax.bitcast_convert_type(arrived, sums)
+    )
     split = len(tables.own_query_back)
     if isinstance(first.back, Copies):
         total = sum_back(arrived, first.back)
@@ -225,10 +235,11 @@ def _send(
 
 def _send_back(
     columns: Columns, index: jax.Array, hops: tuple[AnyHopTable, ...],
-    axis_names: tuple[str, ...], dtype: jnp.dtype, name: str,
+    axis_names: tuple[str, ...], dtype: DTypeLike, name: str, sums: DTypeLike | None = None,
 ) -> Hops[jax.Array]:  # fmt: skip
     """The way back: units `index` of the columns in the slots they arrived in -> what the first
-    hop's send slots get back, [slots, W]. Ranks on the way sum copies.
+    hop's send slots get back, [slots, W]. Ranks on the way sum copies, and pass on the sums in dtype
+    `sums`, of as many more lanes as it is wider than `dtype`.
     """
     units = _gather(columns, index)
     carrier = units.dtype
@@ -240,8 +251,8 @@ def _send_back(
         if number == 0:
             break
         if isinstance(hop.back, Copies):
-            total = sum_back(lax.bitcast_convert_type(units, dtype), hop.back).astype(dtype)
-            units = lax.bitcast_convert_type(total, carrier)
+            total = sum_back(lax.bitcast_convert_type(units, dtype), hop.back).astype(sums)
+            units = lax.bitcast_convert_type(total, carrier).reshape(total.shape[0], -1)
         else:
             units = _take((units,), hop.back)
     return units

@@ -208,14 +208,39 @@ def start_state(pool, pieces, count):
         np.zeros((pieces.shape[0], 2), np.int64), np.zeros(1, np.int64),
         np.zeros(servers, np.int64),
     )  # fmt: skip
-    for i in range(count - 1, -1, -1):
-        doc, at = pieces[i, DOC], pieces[i, AT]
+    _settle(pool, state)
+    return state
+
+
+@njit(error_model="numpy")
+def restart(pool, state, pieces):
+    """The state of these pieces, in the arrays of a state of the same pool."""
+    for i in range(state.count[0]):
+        state.held[state.pieces[i, AT], state.pieces[i, DOC]] = 0
+    for values in (state.load, state.fare, state.rows, state.keys, state.holders):
+        values[:] = 0
+    state.piece[:], state.guest[:], state.guest_count[0] = -1, -1, 0
+    state.count[0] = pieces.shape[0]
+    state.pieces[: pieces.shape[0]] = pieces
+    _settle(pool, state)
+
+
+@njit(error_model="numpy")
+def _settle(pool, state):
+    """Counts every piece where it is: all sums begin at zero."""
+    for i in range(state.count[0] - 1, -1, -1):
+        doc, at = state.pieces[i, DOC], state.pieces[i, AT]
         put(state, i, at)
-        start, stop = pieces[i, START], pieces[i, STOP]
+        start, stop = state.pieces[i, START], state.pieces[i, STOP]
         state.load[at] += prefix_pairs(start, stop)
         state.rows[at] += stop - start
         set_held(pool, state, at, doc, max(state.held[at, doc], stop))
-    return state
+        home = state.pieces[i, HOME]
+        if at != home:
+            cost = pool.q_units * (stop - start) * price(pool.node, home, at)
+            state.fare[at] += cost
+            state.fare[home] += cost
+            invite(pool, state, doc, at)
 
 
 @njit(error_model="numpy")

@@ -6,12 +6,12 @@ Shape letters: T tokens per server, S servers.
 import dataclasses
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from cad_jax.sharding.capacities import default_capacities, home_capacities
-from cad_jax.sharding.cost import server_loads, travelling_rows
+from cad_jax.sharding.cost import server_loads
 from cad_jax.sharding.coverage import check_lengths
 from cad_jax.sharding.key_ranges import key_range_tasks
 from cad_jax.sharding.plan import Plan, describe_exceeded, home_plan
@@ -23,7 +23,7 @@ from cad_jax.sharding.prefixes import (
     prefix_tasks,
     reachable_loads,
 )
-from cad_jax.sharding.routing import required_capacities, wire_bytes
+from cad_jax.sharding.routing import WireBytes, required_capacities, wire_bytes
 from cad_jax.sharding.tasks import (
     HOME,
     Q_START,
@@ -87,12 +87,13 @@ def plan_documents(
     fewer moves, at last to the home plan, and `Plan.fallback_tasks` counts the tasks kept at home
     for it. The same arguments give the same plan on every host.
 
-    `key_ranges`: servers that the keys of one query row may be divided among; 1 gives every task its
-    whole causal prefix. By default what the capacities allow (`Capacities.partials`), else 1.
+    `key_ranges`: servers that the keys of one query row may be divided among, where that is cheaper
+    than whole causal prefixes; 1 gives every task its whole prefix. By default what the capacities
+    allow (`Capacities.partials`), else 1.
     `speeds`: [S], of each server in any unit; the bound is then on pairs over speed, and a slow server
-    gets less. `node`: servers of a node, within which bytes are cheap. `cost_model`: chooses among
-    plans by predicted seconds of a layer on the wire of the transport, forward and backward, instead of
-    bytes that arrive.
+    gets less. `node`: servers of a node, within which bytes are cheap. Whole plans are compared by what
+    they put on the wire of the capacities' transport, forward and backward, in bfloat16; with a
+    `cost_model` by predicted seconds of a layer.
 
     Raises ValueError for documents that do not fit or overlap, and where even the home plan exceeds a
     capacity.
@@ -140,6 +141,19 @@ def plan_documents(
     return _balanced(home, documents, partials, cost_model)
 
 
+class _Weighed(NamedTuple):
+    """A finished plan's tasks and how it is judged: less is better."""
+
+    over: int  # pairs over the promised bound, of the server that is worst off
+    cost: float  # bytes on the wire, or predicted seconds
+    fits: bool
+    tasks: np.ndarray
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.over, self.cost
+
+
 def _balanced(
     home: Plan, documents: PoolDocuments, partials: int, cost_model: AttentionCost | None
 ) -> Plan:
@@ -148,16 +162,16 @@ def _balanced(
     rows, unlimited = np.full(servers, capacities.query_rows), np.full(servers, UNLIMITED)
     bound = reachable_loads(documents, tolerance)
 
-    def fits(tasks: np.ndarray) -> bool:
+    def weighed(tasks: np.ndarray) -> _Weighed:
         candidate = dataclasses.replace(home, tasks=tasks)
-        return capacities.holds(required_capacities(candidate, capacities.transport))
-
-    def rank(tasks: np.ndarray) -> tuple[int, float]:
-        """Pairs over the promised bound, then what the plan costs."""
+        needed = required_capacities(candidate, capacities.transport)
+        fits = capacities.holds(needed)
+        wire = wire_bytes(needed, servers, home.heads)
+        cost = float(wire.forward + wire.backward)
+        if cost_model is not None:
+            cost = _seconds(home, tasks, wire, documents, cost_model)
         over = max(int((server_loads(tasks, servers) - bound).max()), 0)
-        if cost_model is None:
-            return over, _units(home, tasks)
-        return over, _seconds(home, tasks, documents, cost_model)
+        return _Weighed(over, cost, fits, tasks)
 
     candidates = [prefix_tasks(documents, tolerance, query_rows=rows, key_rows=capacities.key_rows)]
     if partials > 1:
@@ -165,43 +179,39 @@ def _balanced(
             documents, tolerance, query_rows=rows, key_rows=capacities.key_rows, partials=partials
         )
         candidates += [] if tasks is None else [tasks]
-    ranks = [rank(tasks) for tasks in candidates]
-    for at in sorted(range(len(candidates)), key=lambda at: ranks[at]):
-        if ranks[at][0] == 0 and fits(candidates[at]):
-            return dataclasses.replace(home, tasks=candidates[at])
+    finished = [weighed(tasks) for tasks in candidates]
+    for plan in sorted(finished, key=lambda plan: plan.rank):
+        if plan.over == 0 and plan.fits:
+            return dataclasses.replace(home, tasks=plan.tasks)
 
     # Limits of rows steer the greedy, sometimes into a corner: another way, or one that knows none.
     few = partial(few_moves, documents, key_rows=capacities.key_rows)
     free = prefix_tasks(documents, tolerance, query_rows=unlimited)
     blind, _ = few_moves(documents, tolerance, query_rows=unlimited, key_rows=UNLIMITED)
     for tasks in (few(tolerance, query_rows=rows)[0], free, blind):
-        if rank(tasks)[0] == 0 and fits(tasks):
+        plan = weighed(tasks)
+        if plan.over == 0 and plan.fits:
             return dataclasses.replace(home, tasks=tasks)
 
     # A capacity is in the way: the best of what it holds, and what it keeps at home is counted.
     scales = [scale * max(tolerance, 0.05) for scale in RELAXED_TOLERANCES]
-    relaxed = [few(scale, query_rows=rows)[0] for scale in (tolerance, *scales)]
-    choices = [tasks for tasks in candidates + relaxed if fits(tasks)]
-    choices.append(_fitted(partial(few, tolerance), fits, rows))
-    tasks = min(choices, key=rank)
-    fallback_tasks = max(1, _moved(free) - _moved(tasks)) if rank(tasks)[0] > 0 else 0
-    return dataclasses.replace(home, tasks=tasks, fallback_tasks=fallback_tasks)
-
-
-def _units(home: Plan, tasks: np.ndarray) -> int:
-    """Units in, of the mean server and of the worst one, times S."""
-    rows = travelling_rows(home.lengths, tasks, home.servers, home.tokens_per_server, home.starts)
-    units = rows.units_in(home.heads)
-    return int(units.sum() + home.servers * units.max())
+    finished += [weighed(few(scale, query_rows=rows)[0]) for scale in (tolerance, *scales)]
+    choices = [plan for plan in finished if plan.fits]
+    fitted = _fitted(partial(few, tolerance), lambda tasks: weighed(tasks).fits, rows)
+    best = min([*choices, weighed(fitted)], key=lambda plan: plan.rank)
+    fallback_tasks = max(1, _moved(free) - _moved(best.tasks)) if best.over > 0 else 0
+    return dataclasses.replace(home, tasks=best.tasks, fallback_tasks=fallback_tasks)
 
 
 def _seconds(
-    home: Plan, tasks: np.ndarray, documents: PoolDocuments, cost_model: AttentionCost
+    home: Plan,
+    tasks: np.ndarray,
+    wire: WireBytes,
+    documents: PoolDocuments,
+    cost_model: AttentionCost,
 ) -> float:
     """Predicted seconds of a layer's attention and exchanges, forward and backward, none hidden."""
     servers, heads, transport = home.servers, home.heads, home.capacities.transport
-    needed = required_capacities(dataclasses.replace(home, tasks=tasks), transport)
-    wire = wire_bytes(needed, servers, heads)
     relative = documents.speeds / documents.speeds.mean()
     seconds = 0.0
     for backward, sent_bytes in ((False, wire.forward), (True, wire.backward)):

@@ -9,7 +9,7 @@ import numpy as np
 
 from cad_jax.sharding.compiled import balance, best_balance
 from cad_jax.sharding.fares import equal_weights
-from cad_jax.sharding.pieces import Pool, has_room
+from cad_jax.sharding.pieces import Pool
 from cad_jax.sharding.tasks import (
     DOCUMENT,
     HOME,
@@ -27,10 +27,10 @@ from cad_jax.sharding.tasks import (
 )
 
 UNLIMITED = 2**62
-# Rounds of the greedy, by servers of the pool at most: a large pool's rounds take long and differ
-# little. Receivers fill this part of the tolerance, in tenths, by turns.
-ROUNDS = ((128, 8), (UNLIMITED, 4))
+# Receivers fill this part of the tolerance, in tenths, in a round of the greedy each.
 FILL_TENTHS = (10, 6)
+# Tries to mend the best round, by servers of the pool at most: those of a large pool take long.
+TRIES = ((16, 16), (128, 12), (UNLIMITED, 8))
 REFINE_SWEEPS = 3
 _PIECE_COLUMNS = [DOCUMENT, Q_START, Q_STOP, HOME, SERVER]  # `pieces.DOC` and on
 
@@ -60,15 +60,12 @@ def load_bounds(pairs: int, speeds: np.ndarray, tolerance: float) -> np.ndarray:
 
     pairs: of the whole pool. speeds: int64 [S]; a share is in proportion to them.
     """
-    total = int(speeds.sum())
-    kinds, which = np.unique(
-        speeds, return_inverse=True
-    )  # Python's integers: products pass 64 bits
-    shares = [
-        max(int(pairs * (1 + tolerance) * kind / total), -(-pairs * kind // total))
-        for kind in kinds.tolist()
-    ]
-    return np.array(shares, np.int64)[which]
+    kinds, total = speeds.tolist(), int(speeds.sum())  # Python's integers: products pass 64 bits
+    shares = {
+        kind: max(int(pairs * (1 + tolerance) * kind / total), -(-pairs * kind // total))
+        for kind in dict.fromkeys(kinds)
+    }
+    return np.array([shares[kind] for kind in kinds], np.int64)
 
 
 def reachable_loads(documents: PoolDocuments, tolerance: float) -> np.ndarray:
@@ -88,21 +85,22 @@ def reachable_loads(documents: PoolDocuments, tolerance: float) -> np.ndarray:
 def prefix_tasks(
     documents: PoolDocuments, tolerance: float, *, query_rows: np.ndarray, key_rows: int = UNLIMITED
 ) -> np.ndarray:
-    """The tasks of the best of several rounds of the greedy, int64 [n, 7], sorted.
+    """The tasks of the best of some rounds of the greedy, mended, int64 [n, 7], sorted.
 
     query_rows: int64 [S], most query rows of each server; key_rows: most key rows of any.
     """
-    rounds = next(count for most, count in ROUNDS if documents.servers <= most)
-    fills = [
-        load_bounds(documents.pairs, documents.speeds, tolerance * tenths / 10)
-        for tenths in FILL_TENTHS
-    ]
-    fills = np.stack(fills * (rounds // len(fills)))
+    tries = next(count for most, count in TRIES if documents.servers <= most)
+    fills = np.stack(
+        [
+            load_bounds(documents.pairs, documents.speeds, tolerance * tenths / 10)
+            for tenths in FILL_TENTHS
+        ]
+    )
     pool, pieces = _pool(documents, tolerance, query_rows, key_rows)
     room = len(pieces) + 64 * documents.servers
     promised = reachable_loads(documents, tolerance)
     while True:
-        moved = best_balance(pool, pieces, room, fills, promised, REFINE_SWEEPS)
+        moved = best_balance(pool, pieces, room, fills, promised, REFINE_SWEEPS, tries)
         if len(moved):
             return _tasks(moved)
         room *= 2
@@ -119,16 +117,11 @@ def few_moves(
     """One round of the greedy, stopped after some moves: (tasks, int64 [n, 7], moves made)."""
     pool, home = _pool(documents, tolerance, query_rows, key_rows)
     room = len(home) + 64 * documents.servers
+    weights = equal_weights(documents.servers)
     while True:
-        pieces = np.zeros((room, home.shape[1]), np.int64)
-        pieces[: len(home)] = home
-        weights = equal_weights(documents.servers)
-        state, moves = balance(
-            pool, pieces, len(home), pool.bound, weights, max_moves, REFINE_SWEEPS
-        )
-        count = int(state.count[0])
-        if has_room(state):
-            return _tasks(pieces[:count]), moves
+        pieces, moves = balance(pool, home, room, pool.bound, weights, max_moves, REFINE_SWEEPS)
+        if len(pieces):
+            return _tasks(pieces), moves
         room *= 2
 
 

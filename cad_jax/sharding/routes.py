@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cad_jax.sharding.traffic import Traffic, begins, spread, sum_before, sum_by
+from cad_jax.sharding.spreads import Spread
+from cad_jax.sharding.traffic import Traffic, spread, sum_before, sum_by
 
 
 class Sends(NamedTuple):
@@ -151,28 +152,22 @@ class RaggedRoute(DirectRoute):
 
 class RelayRoute:
     """Two hops: each group spread evenly over all ranks, then from these relays to every server of
-    the group.
+    the group. Block sizes follow from a group's units alone, so that no table of groups by relays is
+    made.
     """
 
     def __init__(self, traffic: Traffic):
         self.traffic = traffic
-        servers = traffic.servers
-        base, odd = np.divmod(traffic.group_units, servers)
-        turn = (np.cumsum(odd) - odd) % servers
-        late = (np.arange(servers) - turn[:, None]) % servers
-        self._sizes = base[:, None] + (late < odd[:, None])  # [G, S] units of each block
-        self._members = np.diff(np.searchsorted(traffic.member_group, np.arange(len(base) + 1)))
+        self._spread = Spread.even(traffic.group_units, traffic.servers)
+        groups = len(traffic.group_units)
+        self._members = np.bincount(traffic.member_group, minlength=groups)
 
     @cached_property
     def pair_units(self) -> tuple[np.ndarray, ...]:
-        traffic, servers = self.traffic, self.traffic.servers
-        spread_out = np.zeros((servers, servers), np.int64)
-        homes, first = np.unique(traffic.group_home, return_index=True)
-        if len(homes):
-            spread_out[homes] = np.add.reduceat(self._sizes, first)
-        needs = np.zeros((len(traffic.group_home), servers))  # float64: exact, and a BLAS product
-        needs[traffic.member_group, traffic.member_server] = 1.0
-        return spread_out, np.rint(self._sizes.T.astype(np.float64) @ needs).astype(np.int64)
+        traffic = self.traffic
+        spread_out = self._spread.by_relay(traffic.group_home)
+        brought = self._spread.of(traffic.member_group).by_relay(traffic.member_server)
+        return spread_out, brought.T
 
     @property
     def required_units(self) -> tuple[int, ...]:
@@ -183,9 +178,12 @@ class RelayRoute:
 
     @cached_property
     def send_runs(self) -> tuple[np.ndarray, ...]:
-        first = np.zeros(self.traffic.servers, np.int64)
-        np.add.at(first, self.traffic.group_home, self._group_runs)
-        return first, (self._sizes > 0).T.astype(np.int64) @ self._members
+        traffic, blocks = self.traffic, self._spread
+        first = np.zeros(traffic.servers, np.int64)
+        np.add.at(first, traffic.group_home, self._group_runs)
+        full = blocks.base > 0  # every relay has a block of it
+        thin = blocks.of(~full).odd_blocks(0, self._members[~full], 1)[0]
+        return first, thin + self._members[full].sum()
 
     @cached_property
     def arrival_runs(self) -> np.ndarray:
@@ -196,60 +194,67 @@ class RelayRoute:
 
     @cached_property
     def atom_runs(self) -> np.ndarray:
+        blocks, first = self._atom_spread, self._first_in_group
+        units = self.traffic.units
+        touched = blocks.relay_of(first + units - 1) - blocks.relay_of(first) + 1
+        return np.where(blocks.base > 0, touched, units)  # without a base, blocks are units
+
+    @cached_property
+    def _atom_spread(self) -> Spread:
+        """The spread of each atom's group, [A]."""
+        atoms = np.diff(self.traffic.group_atoms)
+        return self._spread.of(np.repeat(np.arange(len(atoms)), atoms))
+
+    @cached_property
+    def _first_in_group(self) -> np.ndarray:
+        """Units of the group before each atom, [A]."""
         first = self.traffic.atom_first
-        bounds = self._bounds[self._sizes.ravel() > 0]
-        inside = np.searchsorted(bounds, first + self.traffic.units) - np.searchsorted(
-            bounds, first, side="right"
-        )
-        return inside + 1
+        atoms = self.traffic.group_atoms
+        return first - np.repeat(first[atoms[:-1]], np.diff(atoms))
 
     @cached_property
     def _group_runs(self) -> np.ndarray:
         """Pieces of each group: its atoms cut at block bounds, [G]."""
         return sum_by(self.atom_runs, self.traffic.group_atoms[:-1])
 
-    @cached_property
-    def _bounds(self) -> np.ndarray:
-        """First unit of every block when all groups are laid end to end, [G * S]."""
-        sizes = self._sizes.ravel()
-        return np.cumsum(sizes) - sizes
-
-    @cached_property
-    def _spread_slot(self) -> np.ndarray:
-        """Hop 1 slot of every block within its (home, relay) pair, [G, S]."""
-        return sum_before(self._sizes, self.traffic.group_home)
-
-    @cached_property
-    def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Atoms cut at block bounds, in the order of the atoms: (atom, offset in it, block, units)."""
-        first = self.traffic.atom_first
-        starts = np.concatenate([first, self._bounds[self._sizes.ravel() > 0]])
-        starts = np.sort(starts, kind="stable")  # two sorted runs: a merge
-        starts = starts[begins(starts)]
-        units = np.diff(np.append(starts, self.traffic.units.sum()))
-        atom = np.searchsorted(first, starts, side="right") - 1
-        block = np.searchsorted(self._bounds, starts, side="right") - 1
-        return atom, starts - first[atom], block, units
+    def _pieces(self, atoms: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Atoms cut at block bounds, in order: (atom, offset in it, relay, slot in the block, units)."""
+        owner, nth = spread(self.atom_runs[atoms])
+        atom = atoms[owner]
+        blocks, first = self._atom_spread.of(atom), self._first_in_group[atom]
+        relay = np.where(
+            blocks.base > 0, blocks.relay_of(first) + nth, blocks.relay_of(first + nth)
+        )
+        begin = blocks.before(relay)
+        start = np.maximum(first, begin)
+        stop = np.minimum(first + self.traffic.units[atom], begin + blocks.sizes(relay))
+        return atom, start - first, relay, start - begin, stop - start
 
     def sends(self, hop: int, ranks: np.ndarray) -> Sends:
         """The moves of `ranks`: hop 0 home to relay, hop 1 relay to server."""
-        traffic, servers = self.traffic, self.traffic.servers
+        traffic = self.traffic
         if hop == 0:
-            keep = np.isin(traffic.home[self._pieces[0]], ranks)
-            atom, offset, block, units = (x[keep] for x in self._pieces)
-            slot = self._piece_slot(atom, offset, block)
+            atom, offset, relay, slot, units = self._pieces(
+                np.flatnonzero(np.isin(traffic.home, ranks))
+            )
+            groups = np.flatnonzero(np.isin(traffic.group_home, ranks))
+            sizes = self._spread.of((groups, None)).sizes(np.arange(traffic.servers))
+            earlier = sum_before(sizes, traffic.group_home[groups])
+            group = np.searchsorted(traffic.group_atoms, atom, side="right") - 1
+            slot = earlier[np.searchsorted(groups, group), relay] + slot
             source = traffic.source[atom] + offset
-            return Sends(traffic.home[atom], block % servers, slot, None, source, units, atom)
+            return Sends(traffic.home[atom], relay, slot, None, source, units, atom)
+        sizes = self._spread.of(np.s_[:, None]).sizes(ranks)  # [G, ranks]
+        came = sum_before(sizes, traffic.group_home)
         order = np.argsort(traffic.member_server, kind="stable")
         group, server = traffic.member_group[order], traffic.member_server[order]
-        sizes = self._sizes[:, ranks][group]  # [P, ranks]
-        slot = sum_before(sizes, server)
-        member, column = np.nonzero(sizes)
+        slot = sum_before(sizes[group], server)  # [P, ranks]
+        member, column = np.nonzero(sizes[group])
         at = member, column
-        group, relay = group[member], ranks[column]
+        group = group[member]
         return Sends(
-            relay, server[member], slot[at], traffic.group_home[group],
-            self._spread_slot[group, relay], sizes[at], None,
+            ranks[column], server[member], slot[at], traffic.group_home[group],
+            came[group, column], sizes[group, column], None,
         )  # fmt: skip
 
     def arrivals(self, ranks: np.ndarray) -> Arrivals:
@@ -258,18 +263,14 @@ class RelayRoute:
         order = np.argsort(traffic.member_server, kind="stable")
         order = order[np.isin(traffic.member_server[order], ranks)]
         group, server = traffic.member_group[order], traffic.member_server[order]
-        slots = sum_before(self._sizes[group], server)  # [P, S]
-        atom, offset, block, units = self._pieces
-        member, nth = spread(self._group_runs[group])
-        piece = (np.cumsum(self._group_runs) - self._group_runs)[group][member] + nth
-        relay = block[piece] % traffic.servers
-        start = traffic.atom_first[atom[piece]] + offset[piece] - self._bounds[block[piece]]
-        slot = slots[member, relay] + start
-        return Arrivals(server[member], relay, slot, atom[piece], offset[piece], units[piece])
-
-    def _piece_slot(self, atom, offset, block):
-        start = self.traffic.atom_first[atom] + offset - self._bounds[block]
-        return self._spread_slot.ravel()[block] + start
+        sizes = self._spread.of((group, None)).sizes(np.arange(traffic.servers))  # [P, S]
+        slots = sum_before(sizes, server)
+        atoms = np.diff(traffic.group_atoms)[group]
+        owner, nth = spread(atoms)
+        pieces, offset, relay, slot, units = self._pieces(traffic.group_atoms[group][owner] + nth)
+        member = np.repeat(np.arange(len(group)), self._group_runs[group])
+        slot = slots[member, relay] + slot
+        return Arrivals(server[member], relay, slot, pieces, offset, units)
 
 
 def _table(pair: np.ndarray, values: np.ndarray, servers: int) -> np.ndarray:

@@ -87,7 +87,7 @@ class WireBytes(NamedTuple):
     dispatch: int  # forward: q, k, v out
     combine: int  # forward: out and lse home
     dispatch_backward: int  # q, k, v, d_out, lse, delta out
-    combine_backward: int  # dq, dk, dv home
+    combine_backward: int  # dq, dk, dv home; float32 from relays to homes where keys are divided
 
     @property
     def forward(self) -> int:
@@ -116,9 +116,14 @@ def wire_bytes(
         return servers * sum(map(sum, units))
 
     dispatch, output = capacities.dispatch_units, capacities.output_units
+    home_again = travelling(dispatch) * unit
+    if capacities.transport == "relay" and capacities.partials > 1:
+        # See `exchange.combine_bwd`: what the first hop sent comes back in float32.
+        float32_unit = unit // element_bytes * max(element_bytes, 4)
+        home_again += servers * dispatch[0] * (float32_unit - unit)
     return WireBytes(
         travelling(dispatch) * unit,
         travelling(output) * with_scalar,
         travelling(dispatch, output) * with_scalar,
-        travelling(dispatch) * unit,
+        home_again,
     )

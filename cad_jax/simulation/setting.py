@@ -187,10 +187,12 @@ def own_memory(
     query_rows, key_rows: a server's buffers for one nano-batch. rank_tokens: N T, of a rank in a
     microbatch.
     """
-    rows = (n * nano_batches // 2 for n in (query_rows, key_rows))  # the estimate counts two
+    # The estimate counts the buffers of two nano-batches, and of capacities only these.
+    queries, keys = (rows * nano_batches // 2 for rows in (query_rows, key_rows))
     none = (0,)
+    held = Capacities("direct", queries, keys, none, none, none, none, 0, 0, 0)
     return estimate_memory(
-        setting.model, setting.heads, Capacities("direct", *rows, none, none, none, none, 0, 0, 0),
+        setting.model, setting.heads, held,
         one_f_one_b(setting.pp, microbatches) if setting.pp > 1 else None,
         tokens_per_rank=rank_tokens, dp=setting.dp, tp=setting.tp,
         tokens_over_tp=setting.tokens_over_tp and setting.tp > 1,

@@ -63,11 +63,7 @@ def pooled_works(
     plans = tick_plans(setting, lengths, pool, tolerance)
     everything = [p for nanos in plans for p in nanos]
     chosen = transport or strategies.transport_of(everything, pool)
-    held = (
-        strategies.run_capacities(everything, pool, chosen)
-        if static_capacities
-        else None
-    )
+    held = strategies.run_capacities(everything, pool, chosen) if static_capacities else None
     return works_of_plans(setting, plans, pool, len(lengths), chosen, held)
 
 

@@ -135,7 +135,11 @@ def planned_work(
     held = required_capacities(plan, transport) if capacities is None else capacities
     if transport == "ragged":
         exchanges = exact_exchanges(
-            moved_rows(plan), pool.heads, pool.wire, backward_q_rows=2, backward_scalars=2,
+            moved_rows(plan),
+            pool.heads,
+            pool.wire,
+            backward_q_rows=2,
+            backward_scalars=2,
             announced=True,
         )  # fmt: skip - q and d_out, with lse and delta
     else:

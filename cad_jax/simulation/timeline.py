@@ -37,7 +37,9 @@ class Accounts(NamedTuple):
 
     linear_s: np.ndarray
     head_s: np.ndarray  # head and loss
-    masked_s: np.ndarray  # on nothing: layers of idle pipeline stages, and heads where none has a loss
+    masked_s: (
+        np.ndarray
+    )  # on nothing: layers of idle pipeline stages, and heads where none has a loss
     attention_s: np.ndarray
     exposed_s: np.ndarray  # compute stood still while the rank's network was busy
     waiting_s: np.ndarray  # compute stood still, and so did the rank's network: for other ranks
@@ -110,9 +112,9 @@ class Timeline:
         end = np.full(self.ranks, self.makespan_s)
         self._expose(slice(0, self.ranks), self._free["compute"], end)
         self._free["compute"] = end
-        busy = [self._busy[kind] for kind in COMPUTE_KINDS]
-        waiting = np.maximum(end - sum(busy) - self._exposed, 0.0)
-        return Accounts(*busy, self._exposed, waiting)
+        busy = {f"{kind}_s": self._busy[kind] for kind in COMPUTE_KINDS}
+        waiting = np.maximum(end - sum(busy.values()) - self._exposed, 0.0)
+        return Accounts(**busy, exposed_s=self._exposed, waiting_s=waiting)
 
     def _expose(self, ranks: slice, idle_from: np.ndarray, idle_to: np.ndarray) -> None:
         """Adds what collectives overlap with [idle_from, idle_to): of one rank they never overlap."""

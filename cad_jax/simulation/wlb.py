@@ -112,7 +112,12 @@ def wlb_step(
         works.append([_side_by_side(parts)])
         tokens.append(np.repeat(rows, cp))
     return stage_step(
-        setting, [[documents]], works, tokens=tokens, name=f"wlb dp{replicas} cp{cp}", published=True
+        setting,
+        [[documents]],
+        works,
+        tokens=tokens,
+        name=f"wlb dp{replicas} cp{cp}",
+        published=True,
     )
 
 

@@ -1,7 +1,8 @@
 """What the figures share: the published setting, batches of a row, CSV and intervals.
 
 Every figure's script takes --batches and --out, writes one row a batch and strategy, and prints a table
-published against ours. Everything is simulated on the host; nothing here ran on a GPU.
+published against ours. Everything is simulated on the host; nothing here ran on a GPU. Memory is that of the
+published system for every planner: what is compared is how they plan.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from cad_jax.simulation.strategies import Transport
 from cad_jax.simulation.wlb import best_wlb_step
 from cad_jax.simulation.workloads import batches
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "simulated"
+FOLDER = Path("runs/figures")
 BATCHES = 30
 DEVICES_PER_RANK = 8  # tp, a node
 KIB = 1024
@@ -122,7 +123,7 @@ def cad_step(
     *,
     strategy: Literal["cad", "published"] = "cad",
     tolerance: float = 0.05,
-    transport: Transport = "exact",
+    transport: Transport = "ragged",
     overlap: Overlap = "pingpong",
 ) -> StepResult:
     """A step of one microbatch of two nano-batches."""
@@ -131,12 +132,12 @@ def cad_step(
         transport=transport if strategy == "cad" else None, longest=row.longest_tokens,
     )  # fmt: skip
     return pooled_step(
-        setting, [nanos], works, tokens=row.tokens, overlap=overlap, name=f"{strategy}"
+        setting, [nanos], works, tokens=row.tokens, overlap=overlap, name=strategy, published=True
     )
 
 
 def tuned(
-    setting: Setting, nanos: Sequence[np.ndarray], row: Row, transport: Transport = "exact"
+    setting: Setting, nanos: Sequence[np.ndarray], row: Row, transport: Transport = "ragged"
 ) -> float:
     """The tolerance of TOLERANCES that is fastest on one batch."""
     return min(
@@ -194,11 +195,28 @@ def interval(values: tuple[float, float, float]) -> str:
     return "{:.3f} ({:.3f} to {:.3f})".format(*values)
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--batches", type=int, default=BATCHES)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
+class Arguments(NamedTuple):
+    """Of a figure."""
+
+    batches: int
+    out: Path
+
+
+def arguments(description: str | None, batches: int = BATCHES) -> Arguments:
+    """From the command line. batches: by default; 0 for a figure that draws none."""
+    about = " ".join((description or "").partition("\n\n")[0].split())
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    if batches:
+        help_text = "batches a row; time grows with them, intervals shrink"
+        parser.add_argument("--batches", type=int, default=batches, help=help_text)
+    help_text = "folder of the CSV; made where it is missing"
+    parser.add_argument("--out", type=Path, default=FOLDER, help=help_text)
+    given = parser.parse_args()
+    if batches and given.batches < 1:
+        parser.error(f"--batches must be at least 1, got {given.batches}: 1 shows no interval")
+    return Arguments(given.batches if batches else 0, given.out)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -17,7 +17,7 @@ from cad_jax.simulation.lengths import length_list
 from cad_jax.simulation.strategies import Pool
 from cad_jax.simulation.work import AttentionWork, Wire
 from cad_jax.simulation.workloads import cut_into_chunks
-from experiments.figures.common import arguments, fair_costs, markdown, write
+from experiments.figures.common import BATCHES, Arguments, arguments, fair_costs, markdown, write
 
 TOKENS = 8192
 HEADS = HeadShape(64, 8, 128)
@@ -48,8 +48,7 @@ def seconds(work: AttentionWork, hidden: bool) -> tuple[float, float]:
     )
 
 
-def main() -> None:
-    args = arguments(__doc__)
+def main(args: Arguments) -> None:
     costs = fair_costs("h200_fa3")
     records, lines = [], []
     for gpus, said in PUBLISHED.items():
@@ -62,8 +61,8 @@ def main() -> None:
             pool = Pool(Wire(costs, gpus, 1), TOKENS, HEADS, total)
             plan = strategies.plan(documents, pool, 0.05)
             works = {
-                "cad exposed": (strategies.planned_work(plan, pool, "exact"), False),
-                "cad hidden": (strategies.planned_work(plan, pool, "exact"), True),
+                "cad exposed": (strategies.planned_work(plan, pool, "ragged"), False),
+                "cad hidden": (strategies.planned_work(plan, pool, "ragged"), True),
                 "all_gather": (strategies.gathered_work(documents, pool, gather_again=True), False),
                 "ring": (strategies.ring_work(documents, pool), False),
             }
@@ -92,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, batches=BATCHES))

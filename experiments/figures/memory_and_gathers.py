@@ -1,6 +1,6 @@
 """Figures 3a and 3b: what all-gathers take of a step, and memory by what holds it.
 
-    python -m experiments.figures.memory_and_gathers [--batches 30] [--out FOLDER]
+    python -m experiments.figures.memory_and_gathers [--out FOLDER]
 
 Llama 3 8B, documents of 32K tokens, 128 Ki tokens a rank of 8 devices, context parallelism over all ranks.
 Published values were read off the plots.
@@ -10,8 +10,18 @@ import numpy as np
 
 from cad_jax.simulation.memory import memory
 from cad_jax.simulation.wlb import wlb_step
-from experiments.figures.common import KIB, Row, arguments, markdown, published_costs, record, write
+from experiments.figures.common import (
+    KIB,
+    Arguments,
+    Row,
+    arguments,
+    markdown,
+    published_costs,
+    record,
+    write,
+)
 
+BATCHES = 0  # all documents are alike: none are drawn
 GATHER_PERCENT = {2: 3, 4: 6, 8: 13.5, 16: 26.5, 32: 39.5}  # % of latency, by nodes
 MEMORY_SHARE = {  # %: weights and optimizer, q k v out, gathered keys, feed-forward, by CP
     2: (24, 17, 4.5, 54),
@@ -21,8 +31,7 @@ MEMORY_SHARE = {  # %: weights and optimizer, q k v out, gathered keys, feed-for
 }
 
 
-def main() -> None:
-    args = arguments(__doc__)
+def main(args: Arguments) -> None:
     costs = published_costs()
     records, shares = [], []
     for nodes, said in GATHER_PERCENT.items():
@@ -56,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, batches=BATCHES))

@@ -12,8 +12,10 @@ import numpy as np
 from cad_jax.simulation.setting import StepResult
 from cad_jax.simulation.wlb import wlb_step
 from experiments.figures.common import (
+    BATCHES,
     KIB,
     PUBLISHED_TOLERANCE,
+    Arguments,
     Row,
     arguments,
     cad_step,
@@ -29,8 +31,7 @@ PLANNER_IDLE = 2.1  # %, published, of its planner
 HEADROOMS = (1.0, 1.1, 1.5)
 
 
-def main() -> None:
-    args = arguments(__doc__)
+def main(args: Arguments) -> None:
     setting = ROW.setting(published_costs())
     records, waiting, seconds = [], {}, {}
     for number, nanos in enumerate(ROW.batches("pretrain", args.batches)):
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, batches=BATCHES))

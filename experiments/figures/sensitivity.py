@@ -15,7 +15,9 @@ from cad_jax.simulation.setting import Setting
 from cad_jax.simulation.step import stage_step, stage_works
 from cad_jax.simulation.workloads import cut_into_chunks
 from experiments.figures.common import (
+    BATCHES,
     KIB,
+    Arguments,
     Row,
     arguments,
     cad_step,
@@ -57,7 +59,9 @@ def compared(setting: Setting, row: Row, every, kernel: str, what: str):
         }
         for name in ("all_gather", "home"):
             works = stage_works(setting, [nanos], strategy=name, tokens=row.tokens)
-            results[name] = stage_step(setting, [nanos], works, tokens=row.tokens, name=name)
+            results[name] = stage_step(
+                setting, [nanos], works, tokens=row.tokens, name=name, published=True
+            )
         for name, result in results.items():
             records.append(record("sensitivity", row, what, number, kernel, result))
             steps.setdefault(name, []).append(result.step_s)
@@ -65,8 +69,7 @@ def compared(setting: Setting, row: Row, every, kernel: str, what: str):
     return records, [tolerance, *ratios]
 
 
-def main() -> None:
-    args = arguments(__doc__)
+def main(args: Arguments) -> None:
     records, lines = [], []
     row = Row("llama3-8b", 512 * KIB, 32, 8)
     every = row.batches("mixed", args.batches)
@@ -94,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, batches=BATCHES))

@@ -11,8 +11,9 @@ prints a last line that its own numbers do not give.
 
 from cad_jax.sharding.cost import DEVICES, model_shape
 from cad_jax.sharding.cost_model import layer_weights
-from experiments.figures.common import arguments, markdown, write
+from experiments.figures.common import Arguments, arguments, markdown, write
 
+BATCHES = 0  # derived: none are drawn
 BYTES_S = 50e9
 PAPER = {"llama-34b": "31", "codellama-34b": "", "llama3-8b": ""}
 KNOWN = {"llama-34b": 25, "codellama-34b": 51, "llama3-8b": 12}
@@ -27,8 +28,7 @@ def shards(name: str) -> float:
     return 2 * (seconds * BYTES_S - 2 * q_bytes) / kv_bytes - 1
 
 
-def main() -> None:
-    args = arguments(__doc__)
+def main(args: Arguments) -> None:
     rows = [(name, said, f"{shards(name):.2f}") for name, said in PAPER.items()]
     for name, known in KNOWN.items():
         assert int(shards(name)) == known, (name, shards(name))
@@ -41,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, batches=BATCHES))

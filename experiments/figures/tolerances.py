@@ -10,7 +10,9 @@ planner and this project's.
 import numpy as np
 
 from experiments.figures.common import (
+    BATCHES,
     KIB,
+    Arguments,
     Row,
     arguments,
     cad_step,
@@ -30,8 +32,7 @@ ROWS = tuple(
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
 
-def main() -> None:
-    args = arguments(__doc__)
+def main(args: Arguments) -> None:
     costs = published_costs()
     records, hiding, sweep = [], [], []
     for row in ROWS:
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, batches=BATCHES))

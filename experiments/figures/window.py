@@ -12,8 +12,10 @@ import numpy as np
 
 from cad_jax.simulation.wlb import wlb_step
 from experiments.figures.common import (
+    BATCHES,
     KIB,
     PUBLISHED_TOLERANCE,
+    Arguments,
     Row,
     arguments,
     cad_step,
@@ -30,8 +32,7 @@ ROW = Row("llama3-8b", 128 * KIB, 8, 8)
 LAYERS = 32
 
 
-def main() -> None:
-    args = arguments(__doc__)
+def main(args: Arguments) -> None:
     costs = published_costs()
     setting = ROW.setting(costs)
     records, steps = [], {}
@@ -102,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, batches=BATCHES))

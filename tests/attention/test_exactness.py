@@ -7,19 +7,21 @@ import itertools
 import pytest
 from strategy_cases import FACTORS, Case, allowed_errors, measure, pairwise_cover, product
 
-TOKENS = 768
-LENGTHS = (3, 450, 0, 1, 130, 61)  # then 123 tokens of padding: a whole rank and more of eight
-CASES = product(devices=8)
+from tests.sharding import ragged_double
+
+CASES = product(devices=8, ragged=True)
 COVER = pairwise_cover(CASES)
 
 
 def check(case: Case) -> None:
-    errors = measure(case, LENGTHS, TOKENS)
-    assert (errors <= allowed_errors(case, LENGTHS, TOKENS)).all(), errors
+    errors = measure(case)
+    assert (errors <= allowed_errors(case)).all(), errors
 
 
 @pytest.mark.parametrize("case", COVER, ids=str)
-def test_matches_float64(case: Case) -> None:
+def test_matches_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "ragged" in case.way:
+        ragged_double.install(monkeypatch)
     check(case)
 
 
@@ -33,5 +35,5 @@ def test_cover_holds_every_pair() -> None:
         return {(i, j, case[i], case[j]) for i, j in places for case in cases}
 
     assert pairs(COVER) == pairs(CASES)
-    assert len(COVER) < 30
+    assert len(COVER) < 50
     assert {value for case in COVER for value in case} == set(itertools.chain(*FACTORS.values()))

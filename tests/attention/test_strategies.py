@@ -8,10 +8,19 @@ import jax
 import numpy as np
 import pytest
 from generators import awkward_lengths, long_tailed_lengths
-from strategy_cases import COMPILER_OPTIONS, Case, make_inputs, mesh_of, run, strategy_of
+from strategy_cases import (
+    COMPILER_OPTIONS,
+    Case,
+    divides_keys,
+    make_inputs,
+    mesh_of,
+    run,
+    strategy_of,
+)
 
 from cad_jax.attention.head_tail import head_tail
 from cad_jax.attention.strategies import STRATEGIES, make_strategy
+from cad_jax.sharding.cost import exchange_s
 from cad_jax.sharding.tasks import HeadShape
 
 HEADS = HeadShape(8, 2, 64)
@@ -110,6 +119,24 @@ def test_capacities_from_samples(name: str) -> None:
         assert measured.prepare(lengths).figures.fallback_tasks == 0
 
 
+def test_each_transport_divides_keys_its_own_way() -> None:
+    """And the choice between transports knows what each would send of its own plans."""
+    lengths = np.array([100_000, 3000, 20_000])
+    shape = dict(servers=16, tokens_per_server=8192, heads=HeadShape(32, 8, 128), key_ranges=8)
+    shape |= dict(max_document_tokens=100_000, sample_lengths=[lengths])
+    partials, seconds = {}, {}
+    for transport in ("relay", "ragged", "auto"):
+        strategy = make_strategy(
+            "cad", transport=transport, candidates=("relay", "ragged"), **shape
+        )
+        partials[transport] = strategy.capacities.partials
+        assert divides_keys(strategy, lengths) == (partials[transport] > 1)
+        pool = strategy.pool
+        seconds[transport] = exchange_s(strategy.capacities, pool.heads, 16, pool.device)
+    assert partials["ragged"] > 1
+    assert seconds["auto"] == min(seconds.values())
+
+
 def test_refusals() -> None:
     def make(name, **settings):
         return make_strategy(name, servers=2, tokens_per_server=64, heads=HEADS, **settings)
@@ -121,6 +148,11 @@ def test_refusals() -> None:
     if importlib.util.find_spec("tokamax") is None:
         with pytest.raises(ValueError, match=r"kernel 'tokamax' needs a package .* pip install"):
             make("cad", kernel="tokamax")
+    for name, key_ranges in (("home", 2), ("ring", 4), ("cad", 0)):
+        with pytest.raises(
+            ValueError, match=rf"key_ranges \(= {key_ranges}\) .* got it for {name}"
+        ):
+            make(name, key_ranges=key_ranges)
     for name, kernel in (("native", "triton"), ("native_dense", "xla")):
         with pytest.raises(ValueError, match=rf"strategy {name} .* use kernel"):
             make(name, kernel=kernel)

@@ -96,18 +96,14 @@ def test_steps_with_and_without_divided_keys_are_one_program(transport, monkeypa
     ragged_double.install(monkeypatch)
     planning = dict(key_ranges=4, tolerance=0.1)
     compiled = None
-    for lengths, divides in (
-        ([[433, 0, 319, 1, 1198], [2000]], (True, True)),
-        ([[128] * 16, [100, 1500, 20]], (False, None)),
-        ([[40, 2000], [1, 200]], (None, False)),
-    ):
+    divided, whole = [967, 1077], [200] * 10
+    for lengths in ([divided, whole], [whole, whole], [whole, divided]):
         step, placed, expected = make_case(
             (1, 4, 1), transport, kernel="xla", all_lengths=lengths, tokens=2048, planning=planning
         )
         # Units of a second partial output, at home of any rank, of ping and of pong.
         units = np.asarray(placed[2].merge)[0, :, :, 1:, :, 2].sum(axis=(1, 2, 3))
-        for found, wanted in zip(units > 0, divides, strict=True):
-            assert wanted is None or found == wanted
+        assert (units > 0).tolist() == [documents is divided for documents in lengths]
         compiled = compiled or jit(step.loss_and_gradients)
         check(compiled(*placed), expected)
     assert compiled is not None and compiled._cache_size() == 1

@@ -1,5 +1,7 @@
 """Routes and capacities against counts made token by token."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -163,7 +165,14 @@ def test_wire_bytes_by_hand():
     assert wire.combine == 4 * 7 * 528
     assert wire.dispatch_backward == 4 * 37 * 528
     assert wire.forward == wire.dispatch + wire.combine
-    assert wire_bytes(capacities, 4, heads, element_bytes=4).dispatch == 4 * 30 * 1024
+    wide = wire_bytes(capacities, 4, heads, element_bytes=4)
+    assert wide.dispatch == wide.combine_backward == 4 * 30 * 1024
+    # Where keys are divided, relays return the 10 units of a pair's first hop in float32.
+    divided = dataclasses.replace(capacities, partials=2)
+    assert wire_bytes(divided, 4, heads) == wire._replace(combine_backward=4 * (20 + 20) * 512)
+    assert wire_bytes(divided, 4, heads, element_bytes=4) == wide
+    direct = Capacities("direct", 9, 9, (3,), (4,), (1,), (1,), 1, 1, 1, partials=2)
+    assert wire_bytes(direct, 4, heads).combine_backward == 4 * 3 * 512
 
 
 def test_wire_bytes_of_ragged_by_hand():

@@ -5,16 +5,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cad_jax.pipeline.memory import StepMemory, estimate_memory
 from cad_jax.pipeline.schedule import one_f_one_b
+from cad_jax.sharding.capacities import home_capacities
 from cad_jax.sharding.cost import DEVICES, ModelShape, model_shape
 from cad_jax.sharding.cost_model import CostModel, Link, analytic, layer_weights
 from cad_jax.sharding.tasks import HeadShape
-from cad_jax.simulation.memory import memory
+from cad_jax.simulation.memory import Memory, memory
+from cad_jax.simulation.published import plan_published
 from cad_jax.simulation.setting import Setting, StepResult, model_flops
 from cad_jax.simulation.step import Overlap, pooled_step, pooled_works, stage_step, stage_works
-from cad_jax.simulation.strategies import Pool, head_tail_seconds, head_tail_tasks, ring_steps
+from cad_jax.simulation.strategies import (
+    Pool,
+    head_tail_seconds,
+    head_tail_tasks,
+    plan,
+    planned_work,
+    published_work,
+    ring_steps,
+)
 from cad_jax.simulation.wlb import best_wlb_step, pack_by_work, wlb_step
-from cad_jax.simulation.work import Wire
+from cad_jax.simulation.work import MovedRows, Wire, exact_exchanges, moved_rows
 from experiments.figures.common import KIB, Row, cad_step, published_costs
 from experiments.figures.with_pipeline import LOSING, Division, baseline, documents, planned
 
@@ -49,13 +60,13 @@ def linear_layer_s() -> float:
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 3), (4, 4), (4, 9)])
 def test_bubble_is_the_schedules(pp: int, microbatches: int) -> None:
     """Without documents and with a free network only linear work is left: P - 1 of M + P - 1 ticks of
-    each stage are on nothing."""
+    each stage are on nothing, which in lockstep takes as much of the time."""
     nothing = [[np.zeros(0, np.int64)] * 2 for _ in range(microbatches)]
     result = cad(setting(2 * pp, pp, free_network(COSTS)), nothing)
     ticks = microbatches + pp - 1
     figures = result.figures()
+    assert figures["masked"] == pytest.approx((pp - 1) / ticks)
     assert figures["bubble"] == pytest.approx((pp - 1) / ticks)
-    assert figures["bubble"] == pytest.approx(one_f_one_b(pp, microbatches).bubble)
     nano_s = SMALL.num_layers // pp * linear_layer_s()
     assert result.step_s == pytest.approx(ticks * 2 * nano_s * (1 + 2))
     assert figures["waiting"] == pytest.approx(0, abs=1e-9)
@@ -71,17 +82,31 @@ def test_stages_that_share_nothing_take_as_many_ticks(pp: int, microbatches: int
     work = works[0][0]
     layer = 3 * linear_layer_s() + float(work.forward_s[0] + work.backward_s[0])
     assert result.step_s == pytest.approx((microbatches + pp - 1) * at.layers * layer)
-    assert result.figures()["waiting"] == pytest.approx((pp - 1) / (microbatches + pp - 1))
+    figures = result.figures()
+    assert figures["waiting"] == pytest.approx((pp - 1) / (microbatches + pp - 1))
+    assert figures["bubble"] == pytest.approx((pp - 1) / (microbatches + pp - 1))
+
+
+def test_the_head_is_masked_only_where_there_is_no_loss() -> None:
+    """Lockstep: M of the M + P - 1 B ticks have a loss, which all stages share, idle ones too."""
+    nothing = [[np.zeros(0, np.int64)] * 2 for _ in range(3)]
+    at = setting(4, 2, free_network(COSTS), head=True)
+    accounts = cad(at, nothing).accounts
+    product_s = 2 * SMALL.vocab_size * SMALL.embedding_dim * 2 * T / 2 / (0.6 * 989.4e12)
+    head_s = 3 * product_s  # forward, and twice as much backward
+    np.testing.assert_allclose(accounts.head_s, 3 * head_s)
+    nano_s = SMALL.num_layers // 2 * linear_layer_s()
+    np.testing.assert_allclose(accounts.masked_s, head_s + 2 * nano_s * 3)  # a tick of each phase
 
 
 def test_equal_documents_move_nothing() -> None:
     equal = [[np.full(4, T)] * 2]
     at = setting(4)
-    for transport in ("direct", "relay", "exact"):
+    for transport in ("direct", "relay", "ragged"):
         result = cad(at, equal, transport=transport, static_capacities=False)
         assert result.wire_bytes.max() <= 4 * 4 * 4 * 2 * 1024, "at most a unit a pair and exchange"
         assert result.attention_max_over_mean == pytest.approx(1.0)
-    assert cad(at, equal, transport="exact").wire_bytes.max() == 0
+    assert cad(at, equal, transport="ragged").wire_bytes.max() == 0
 
 
 def test_overlap_modes_are_ordered_and_balance_pays() -> None:
@@ -95,9 +120,7 @@ def test_overlap_modes_are_ordered_and_balance_pays() -> None:
     assert home.attention_max_over_mean > 1.5 > 1.1 > pingpong.attention_max_over_mean
     for result in (signal, pingpong, single, home):
         accounts = result.accounts
-        total = accounts.linear_s + accounts.masked_s + accounts.attention_s
-        total = total + accounts.exposed_s + accounts.waiting_s
-        np.testing.assert_allclose(total, result.step_s)
+        np.testing.assert_allclose(sum(accounts), result.step_s)
 
 
 def test_attention_seconds_are_conserved() -> None:
@@ -144,6 +167,85 @@ def test_exchanges_by_hand() -> None:
     assert exact.tolist() == pytest.approx([2.0, 4.0, 1.0, 1.0])
 
 
+def test_what_travels_backward_by_hand() -> None:
+    """A query takes q and d_out with lse and delta to its server; in the published system q, out and d_out
+    with lse."""
+    heads = HeadShape(8, 2, 64)
+    rows = MovedRows(*(np.array(x) for x in ([0, 10], [10, 0], [0, 30], [30, 0])))
+    wire = Wire(replace(COSTS, between_nodes=Link(10.0, 0.0)), 2, 8)
+    q, kv, scalar = 2 * 8 * 64, 2 * 2 * 2 * 64, 4 * 8
+    pool = Pool(wire, T, heads, 2 * T)
+    lengths = np.array([T + 1024, T - 1024])  # two servers: the first gives rows away
+    own = planned_work(plan(lengths, pool, 0.0), pool, "ragged")
+    moved = moved_rows(plan(lengths, pool, 0.0))
+    assert moved.q_in.sum() > 0
+    sent = moved.q_out * (2 * q + 2 * scalar) + moved.kv_out * kv
+    received = moved.q_in * (2 * q + 2 * scalar) + moved.kv_in * kv
+    np.testing.assert_allclose(own.dispatch_backward.bytes, np.maximum(sent, received))
+    both = exact_exchanges(
+        rows, heads, wire, backward_q_rows=3, backward_scalars=1, announced=False
+    )
+    assert both[2].bytes.tolist() == [10 * (3 * q + scalar) + 30 * kv] * 2
+    stages = [lengths]
+    made = plan_published(stages, servers=2, tokens_per_server=T, heads=heads, tolerance=0.0)
+    theirs, moved = published_work(stages, pool, 0.0), made.moved_rows()
+    sent = moved.q_out * (3 * q + scalar) + moved.kv_out * kv
+    received = moved.q_in * (3 * q + scalar) + moved.kv_in * kv
+    np.testing.assert_allclose(theirs.dispatch_backward.bytes, np.maximum(sent, received))
+
+
+def test_gradients_of_a_baseline_are_as_wide_as_the_setting_says() -> None:
+    lengths = [[np.full(4, T)]]
+    at = setting(4)
+    for strategy in ("ring", "all_gather"):
+        wide, narrow = (
+            stage_works(replace(at, gradient_bytes=b), lengths, strategy=strategy, tokens=T)[0][0]
+            for b in (2, 1)
+        )
+        shard = T * at.heads.kv_row_bytes()
+        hops = {"ring": 3 + 1, "all_gather": 3}[strategy]  # of gradients
+        sent = [w.dispatch_backward.bytes + w.combine_backward.bytes for w in (wide, narrow)]
+        np.testing.assert_allclose(sent[0] - sent[1], hops * shard)
+
+
+def test_memory_is_of_the_fullest_microbatch_and_of_gathered_keys_alone() -> None:
+    """The second microbatch needs most keys; only a gather that is kept counts every rank's."""
+    lengths = [[np.full(4, T)], [np.array([3 * T, T])]]
+    at = setting(4, gather_again=False)
+    works = stage_works(at, lengths, strategy="home", tokens=T)
+    assert works[1][0].key_rows > works[0][0].key_rows
+    held = stage_step(at, lengths, works, tokens=T, published=True).memory
+    assert isinstance(held, Memory) and held.gathered_keys == 0
+    row = 2 * (2 * works[0][0].query_rows * 2 * 8 * 64 + 2 * works[1][0].key_rows * 2 * 2 * 2 * 64)
+    assert held.buffers == row
+    gathered = stage_works(at, lengths, strategy="all_gather", tokens=T)
+    held = stage_step(at, lengths, gathered, tokens=T, published=True).memory
+    assert isinstance(held, Memory)
+    assert held.gathered_keys == T * 3 * 4 * 2 * 2 * 2 * 64  # 3 other ranks, 4 layers
+
+
+def test_own_steps_have_the_trainers_memory() -> None:
+    at = setting(4, 2, head=True)
+    equal = [[np.full(2, T)] * 2 for _ in range(4)]
+    result = cad(at, equal)
+    works = pooled_works(at, equal, strategy="cad", tokens=T, tolerance=0.0, longest=2 * T)
+    rows = max(w.query_rows for nanos in works for w in nanos)
+    keys = max(w.key_rows for nanos in works for w in nanos)
+    capacities = replace(home_capacities(4, T, at.heads, 2 * T), query_rows=rows, key_rows=keys)
+    expected = estimate_memory(
+        SMALL, at.heads, capacities, one_f_one_b(2, 4), tokens_per_rank=2 * T, dp=2, tp=1,
+        tokens_over_tp=False,
+    )  # fmt: skip
+    assert result.memory == expected
+    single = [[np.concatenate(m)] for m in equal]
+    wide = setting(4, 2, head=True)
+    works = stage_works(wide, single, strategy="home", tokens=2 * T)
+    held = stage_step(wide, single, works, tokens=2 * T).memory
+    one = works[0][0]
+    assert isinstance(held, StepMemory)
+    assert held.buffers == 2 * one.query_rows * 2 * 8 * 64 + 2 * one.key_rows * 2 * 2 * 2 * 64
+
+
 def test_head_and_tail_even_out_and_a_ring_computes_the_same() -> None:
     heads, servers = HeadShape(8, 2, 64), 4
     lengths = np.array([128 * 8 * 4, 128 * 8])  # pieces of whole tiles
@@ -174,10 +276,14 @@ def test_memory_by_hand() -> None:
     equal = [[np.full(2, T)] * 2 for _ in range(4)]
     at = setting(4, 2, head=True)
     works = stage_works(at, equal, strategy="home", tokens=T)
-    staged = stage_step(at, equal, works, tokens=T).memory
+    staged = stage_step(at, equal, works, tokens=T, published=True).memory
+    assert isinstance(staged, Memory)
     assert staged.weights == pytest.approx(weights / 2)
     assert staged.attention_rows == pytest.approx(2 * 2 * T * 2 * row)
-    assert cad(at, equal).memory.attention_rows == pytest.approx(3 * 2 * T * 2 * row)
+    works = pooled_works(at, equal, strategy="published", tokens=T, tolerance=0.0)
+    shared = pooled_step(at, equal, works, tokens=T, published=True).memory
+    assert isinstance(shared, Memory)
+    assert shared.attention_rows == pytest.approx(3 * 2 * T * 2 * row)
     kept = memory(SMALL, heads, tp=1, pp=1, tokens_in_flight=10, keeps_ffn=True, gathered_tokens=30)
     assert kept.ffn_rows == 10 * 4 * 2 * 3 * 1024
     assert kept.gathered_keys == 30 * 4 * 2 * 2 * 2 * 64
@@ -216,6 +322,10 @@ def test_best_division_is_in_memory() -> None:
     assert best_wlb_step(at, lengths, memory_bytes=1.0).strategy == least.strategy
     with pytest.raises(ValueError, match="cp must divide the 8 ranks"):
         wlb_step(at, lengths, cp=3)
+    with pytest.raises(
+        ValueError, match=r"as stages \(= 4\), got at most 2: use more microbatches"
+    ):
+        best_wlb_step(setting(8, 4), lengths, microbatches=(1, 2))
 
 
 # Published points. Named causes of what remains are switches, see experiments/figures.
@@ -224,12 +334,8 @@ ROW = Row("llama3-8b", 128 * KIB, 8, 8)
 
 
 def test_published_window() -> None:
-    """Linear layers 43 to 45 and 82 to 85 ms a window; single stream 10 to 17% slower; exchanges hidden."""
+    """Single stream 10 to 17% slower; exchanges hidden."""
     at = ROW.setting(published_costs())
-    forward, backward = (
-        2e3 * at.costs.linear_s(at.model, ROW.tokens, 8, backward=b) for b in (False, True)
-    )
-    assert 43 <= forward <= 45 and 82 <= backward <= 85
     steps = {
         o: sum(
             cad_step(at, nanos, ROW, strategy="published", tolerance=0.1, overlap=o).step_s
@@ -242,7 +348,8 @@ def test_published_window() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "share"), [(4, 6), (8, 13.5), (16, 26.5), (32, 39.5)])
-def test_published_share_of_all_gathers(nodes: int, share: float) -> None:
+def test_all_gathers_are_still_as_they_were_fitted(nodes: int, share: float) -> None:
+    """A regression of the fit, not a prediction: GATHER_SHARE was fitted to these points."""
     row = Row("llama3-8b", 128 * KIB, nodes, nodes)
     equal = np.full(2 * row.tokens * nodes // (32 * KIB), 32 * KIB)
     result = wlb_step(row.setting(published_costs()), [equal], cp=nodes)

@@ -1,0 +1,36 @@
+"""Cost models as people name them on a command line. Host only."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from cad_jax.sharding.cost import Device
+from cad_jax.sharding.cost_model import CostModel, Link, analytic, from_csv, shipped
+
+# By device; fast kernels leave less to hide behind. Others: analytic.
+PROFILES = {"h100": "h200_fa3", "h200": "h200_fa3", "cpu": "cpu"}
+
+
+def named_costs(device: Device, profile: str | None, between_nodes_gb_s: float | None) -> CostModel:
+    """A cost model as people name it.
+
+    profile: a CSV, the name of one that ships, or "analytic"; None: what fits the device.
+    between_nodes_gb_s: instead of the profile's or the device's. Raises ValueError for an unknown or
+    unfit profile.
+    """
+    profile = profile or PROFILES.get(device.name, "analytic")
+    if profile == "analytic":
+        costs = analytic(device)
+    else:
+        file = Path(profile)
+        try:
+            costs = from_csv(file if file.suffix == ".csv" else shipped(profile), device)
+        except ValueError as error:
+            if device.peak_flops is None:
+                raise
+            raise ValueError(
+                f"{error}; or give --profile analytic, a fraction of the peak of {device.name}"
+            ) from error
+    if between_nodes_gb_s is None:
+        return costs
+    link = Link(1e9 * between_nodes_gb_s, costs.between_nodes.latency_s)
+    return replace(costs, between_nodes=link)
