@@ -244,12 +244,9 @@ def measure(case: Case) -> np.ndarray:
     tolerance = 0.0 if case.key_ranges == 1 else 0.1
     strategy = strategy_of(case, tokens // case.servers, tolerance=tolerance)
     if case.key_ranges > 1:
-        # A relay sends a key to eight servers for little more than to one: with few key heads that is
-        # cheaper than to send queries to several.
-        heads = case.local_heads
-        dear = "relay" in case.way and case.servers == 8
-        dear = dear and heads.num_q_heads >= 4 * heads.num_kv_heads
-        assert divides_keys(strategy, lengths) or dear
+        # A relay sends a key to many servers for little more than to one: there whole prefixes may be
+        # cheaper than to send queries to several, and are taken then.
+        assert divides_keys(strategy, lengths) or "relay" in case.way
     prepared = strategy.prepare(np.asarray(lengths))
     inputs, want = exact(lengths, tokens, case.heads, case.head_dim, case.dtype)
     placed = inputs if prepared.order is None else [x[prepared.order] for x in inputs]

@@ -98,7 +98,8 @@ def prefix_tasks(
     )
     pool, pieces = _pool(documents, tolerance, query_rows, key_rows)
     room = len(pieces) + 64 * documents.servers
-    promised = reachable_loads(documents, tolerance)
+    # Not what list scheduling may end within: where the tolerance can be kept, bytes do not excuse more.
+    promised = load_bounds(documents.pairs, documents.speeds, tolerance)
     while True:
         moved = best_balance(pool, pieces, room, fills, promised, REFINE_SWEEPS, tries)
         if len(moved):
