@@ -110,7 +110,7 @@ def read_lengths(path: str | Path) -> np.ndarray:
     ValueError names file and line where a line is anything else, or the file has no lengths.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"cannot read document lengths from {path} ({error}): pass a text file with one whole "

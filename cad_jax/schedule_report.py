@@ -47,6 +47,18 @@ def predict(
             f"servers (={servers}) must be divisible by pp (={pp}): every stage has as many ranks; "
             f"use {-(-servers // pp) * pp} servers"
         )
+    layers, parts = model_shape(model).num_layers, pp * virtual_stages
+    if virtual_stages >= 1 and layers % parts:
+        raise ValueError(
+            f"layers of {model} (={layers}) must be divisible by pp x virtual_stages (={pp} x "
+            f"{virtual_stages}), each virtual stage holds as many: use other numbers of either"
+        )
+    # Before the schedule: its tables grow with the microbatches.
+    if microbatches >= 1 and int(lengths.sum()) < microbatches:
+        raise ValueError(
+            f"a step needs documents for each of its {microbatches} microbatches, and these have "
+            f"{int(lengths.sum())} tokens in all: give more documents, or fewer microbatches"
+        )
     schedule, dp = interleaved(pp, microbatches, virtual_stages), servers // pp
     longest, tokens = int(lengths.max()), dp * tokens_per_server
     if longest > tokens:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from cad_jax import metrics, plan_report
+from cad_jax import metrics, plan_report, schedule_report
 from cad_jax.plan_report import (
     PlanArgs,
     available_bytes,
@@ -219,3 +219,32 @@ def test_a_pipelined_step_is_predicted(tmp_path):
         run(dataclasses.replace(args, microbatches=80), console)
     with pytest.raises(ValueError, match=r"fit one stage's microbatch.*\(= 2 x 2048\).*8000"):
         run(dataclasses.replace(args, tokens_per_server=2048), console)
+
+
+def test_a_byte_order_mark_is_no_number(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_bytes(b"\xef\xbb\xbf100\n7\n")
+    assert plan_report.read_lengths(path).tolist() == [100, 7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            dict(pp=4, virtual_stages=3),
+            r"layers of llama3-8b \(=32\).*pp x virtual_stages \(=4 x 3\)",
+        ),
+        (dict(microbatches=10**8), r"each of its 100000000 microbatches.*256 tokens in all"),
+    ],
+)
+def test_steps_that_cannot_be_are_refused_at_once(changes, words):
+    sizes = dict(pp=2, microbatches=2, virtual_stages=1, tp=1, pingpong=False) | changes
+    with pytest.raises(ValueError, match=words):
+        schedule_report.predict(
+            np.full(256, 1),
+            servers=4,
+            tokens_per_server=64,
+            model="llama3-8b",
+            tolerance=0.05,
+            **sizes,
+        )
