@@ -7,30 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
-from cad_jax.model import Llama
 from cad_jax.pipeline.schedule import IDLE, interleaved
-from tests import llama_oracle
-from tests.llama_cases import jit, one_device_attend
 from tests.pipeline.pipeline_cases import Case, check
 from tests.sharding import ragged_double
 
 PINGPONG = dict(nano_batches=2, pingpong=True, tokens=128)
+# Meshes, microbatches, schedules and overlap are of test_step_exactness.py: here what it does not vary, the
+# policies of remat, layers of a stage, nano-batches one after the other, a single stage, home.
 CASES = (
     ((4, 2, 1), 4, "all_gather", dict(remat="full")),
     ((8, 1, 1), 2, "home", {}),
     ((2, 4, 1), 1, "ring", dict(layers_each=2, remat="save_stage")),
-    ((4, 2, 1), 7, "cad", dict(tokens=128)),
     ((2, 1, 4), 3, "cad", dict(nano_batches=2, changes=dict(tied_embeddings=True))),
     ((1, 2, 2), 2, "ring", dict(layers_each=2)),
-    ((2, 2, 2), 3, "all_gather", dict(tokens_over_tp=True)),
-    ((2, 2, 2), 3, "cad", dict(PINGPONG, layers_each=2)),
     ((2, 2, 1), 2, "cad", dict(PINGPONG, layers_each=3, remat="save_stage")),
     ((2, 2, 1), 2, "cad", dict(PINGPONG, layers_each=3, remat="full")),
     ((2, 2, 2), 4, "all_gather", dict(virtual_stages=2, nano_batches=2)),
-    ((4, 2, 1), 8, "cad", dict(virtual_stages=2, tokens=128)),
 )
 
 
@@ -44,7 +38,6 @@ def test_loss_and_gradients_equal_one_device(shape, microbatches, name, others):
     ("transport", "others"),
     [
         ("direct", {}),
-        ("relay", dict(nano_batches=2, pingpong=True)),
         ("ragged", dict(nano_batches=2, pingpong=True)),
     ],
 )
@@ -59,33 +52,6 @@ def test_stages_share_keys_of_one_query(transport, others, monkeypatch):
         units = arrays.merge[:, :, :, 1:, :, 2].sum(axis=(2, 3, 4))
         assert units.any() and not units.all()
     check(case, case.run())
-
-
-def plain(case):
-    """The model on one device, in its own dtype: loss and gradients of the case's step."""
-    definition, _ = nnx.split(nnx.eval_shape(lambda: Llama(case.config)))
-
-    def mean(params):
-        model = nnx.merge(definition, params)
-        total = 0.0
-        for row, documents in enumerate(case.of_document):
-            ids, positions, targets, weights = (field[row] for field in case.batch)
-            x = model.hidden(ids, positions, one_device_attend(documents))
-            total += model.loss(x, targets, weights)
-        return total / case.batch.weights.sum()
-
-    return jit(jax.value_and_grad(mean))(case.params)
-
-
-def test_bfloat16_is_as_near_as_one_device():
-    case = Case((2, 2, 2), 2, "all_gather", changes=dict(dtype="bfloat16"))
-    loss, gradients = case.run()
-    plain_loss, plain_gradients = plain(case)
-    want_loss, want = case.expected()
-    assert abs(loss - want_loss) <= 2 * abs(plain_loss - want_loss) + 1e-4 * want_loss
-    errors = llama_oracle.relative_errors(gradients, want)
-    allowed = llama_oracle.relative_errors(plain_gradients, want)
-    assert all(errors[name] <= 2 * allowed[name] for name in allowed), (errors, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
