@@ -1,5 +1,6 @@
-"""The command line: `cad-jax {train, plan, simulate, lengths, advise, compile, profile}`."""
+"""The command line: `cad-jax {train, plan, simulate, lengths, advise, compile, profile, speeds}`."""
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -21,11 +22,13 @@ commands:
   advise    for or against CAD           cad-jax advise --lengths FILE --topology h200:8x8 --model llama3-8b
   compile   compile for GPUs not here    cad-jax compile llama3_8b_h200 --topology h200:2x8 --lengths FILE
   profile   measure this device          cad-jax profile --quick --out FILE
+  speeds    compare a mesh's servers     cad-jax speeds llama3_8b_h200 --out FILE
 
 `cad-jax COMMAND --help` explains every option. Exit codes: 0 done, 1 stopped by an error of the run,
-2 the arguments or the data are wrong (the message says what, and what helps).
+2 the arguments or the data are wrong (the message says what, and what helps), 130 interrupted.
 """
 
+INTERRUPTED = 130  # exit code, that of a shell
 # Modules load on use: planning runs where jax is not installed.
 COMMANDS = {
     "train": "cad_jax.train_command",
@@ -35,6 +38,7 @@ COMMANDS = {
     "advise": "cad_jax.advise_command",
     "compile": "cad_jax.compile_command",
     "profile": "cad_jax.profile_command",
+    "speeds": "cad_jax.speeds_command",
 }
 
 
@@ -51,8 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    run: Callable[[list[str]], int] = import_module(COMMANDS[arguments[0]]).main
-    return run(arguments[1:])
+    try:
+        run: Callable[[list[str]], int] = import_module(COMMANDS[arguments[0]]).main
+        return run(arguments[1:])
+    except KeyboardInterrupt:
+        print(f"cad-jax {arguments[0]}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has enough; nothing is left to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -14,17 +14,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cad_jax.lengths_report import length_statistics, statistics_table
-from cad_jax.plan_report import MAX_POOL_TOKENS, check_memory, read_lengths
+from cad_jax.command_line import check_number, check_outputs, writing
+from cad_jax.lengths_report import length_statistics, read_lengths, statistics_table
+from cad_jax.pool_limits import MAX_MICROBATCHES, MAX_POOL_TOKENS, check_memory
 from cad_jax.sharding.clusters import USABLE_MEMORY, Topology, parse_topology
 from cad_jax.sharding.cost import model_shape
 from cad_jax.sharding.cost_model import CostModel
-from cad_jax.simulate_report import PIPELINE_MICROBATCHES
+from cad_jax.simulate_args import BANDWIDTHS_GB_S, PIPELINE_MICROBATCHES
 from cad_jax.simulation.advice import Comparison, Verdict, compare, verdict
 from cad_jax.simulation.candidates import Outcome, Strategy, Trials, draw_steps
 from cad_jax.simulation.named_costs import named_costs
 from cad_jax.simulation.setting import Setting
-from cad_jax.simulation.wlb import check_microbatches
 
 GIB = 2**30
 MICROBATCHES, LARGE_MICROBATCHES = (
@@ -32,6 +32,7 @@ MICROBATCHES, LARGE_MICROBATCHES = (
     2,
 )  # to simulate, at least; of large pools, which hold many documents
 LARGE_POOL_RANKS = 32
+MAX_STEPS = 10_000
 STRATEGIES: tuple[Strategy, ...] = ("cad", "home", "all_gather", "ring", "wlb")
 
 
@@ -47,9 +48,9 @@ class AdviseArgs:
     model: str = "llama3-8b"
     """Whose layers: llama3-8b, llama3-70b, llama-34b and others."""
     tokens_per_rank: int = 65_536
-    """Tokens of a rank in a nano-batch; a microbatch has twice as many."""
+    """Tokens of a rank in a nano-batch (`plan` says --tokens-per-server); a microbatch has twice as many."""
     tp: int | None = None
-    """Devices that share a rank's tokens; by default those of a node."""
+    """Devices of a rank, which share its tokens; by default those of a node."""
     tp_splits: Literal["weights", "tokens"] = "tokens"
     """What tp splits outside attention, for the memory."""
     pp: int = 1
@@ -80,21 +81,17 @@ class AdviseArgs:
 
     def check(self) -> None:
         """Raises ValueError for arguments that are wrong by themselves."""
-        for name in ("tokens_per_rank", "tp", "pp", "microbatches", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} must be at least 1, got {value}: use 1 or more")
-        if self.between_nodes_gb_s is not None and not 0 < self.between_nodes_gb_s < np.inf:
-            raise ValueError(
-                f"--between-nodes-gb-s must be positive, got {self.between_nodes_gb_s}: 50 is 400 Gb/s"
-            )
-        if not 0 <= self.margin < 1:
-            raise ValueError(f"--margin must be from 0 to 1, got {self.margin}: 0.02 is usual")
-        if self.seed < 0:
-            raise ValueError(f"--seed must not be negative, got {self.seed}: 0 is usual")
-        if self.json is not None and not self.json.parent.is_dir():
-            raise ValueError(f"cannot write {self.json}: make the folder {self.json.parent} first")
+        for name in ("tokens_per_rank", "tp", "pp"):
+            flag = f"--{name.replace('_', '-')}"
+            check_number(flag, getattr(self, name), 1, MAX_POOL_TOKENS, "use 1 or more")
+        check_number("--microbatches", self.microbatches, 1, MAX_MICROBATCHES, "8 is usual")
+        check_number("--steps", self.steps, 1, MAX_STEPS, "4 give a fair mean")
+        check_number(
+            "--between-nodes-gb-s", self.between_nodes_gb_s, *BANDWIDTHS_GB_S, "50 is 400 Gb/s"
+        )
+        check_number("--margin", self.margin, 0, 1, "0.02 is usual")
+        check_number("--seed", self.seed, 0, 2**63 - 1, "0 is usual")
+        check_outputs({"--json": self.json}, [self.lengths])
 
 
 @dataclass(frozen=True)
@@ -130,13 +127,18 @@ def setting_of(args: AdviseArgs, topology: Topology) -> Setting:
         tokens_over_tp=args.tp_splits == "tokens",
     )  # fmt: skip
     _ = setting.heads  # refuses a tp that does not divide them
-    check_microbatches(args.pp, (2 * args.step_microbatches,))
+    if 2 * args.step_microbatches < args.pp:
+        raise ValueError(
+            f"--microbatches (={args.step_microbatches}) must be at least half of --pp (={args.pp}), so that "
+            f"packing has one for every stage: use {-(-args.pp // 2)} or more"
+        )
     pool_tokens = 2 * args.tokens_per_rank * ranks
     if pool_tokens > MAX_POOL_TOKENS:
         raise ValueError(
             f"2 x --tokens-per-rank x ranks must be at most {MAX_POOL_TOKENS} tokens, got 2 x "
             f"{args.tokens_per_rank} x {ranks} = {pool_tokens}: use fewer tokens"
         )
+    check_memory(ranks, documents=1)
     if args.tp_splits == "tokens" and args.tokens_per_rank % tp:
         raise ValueError(
             f"--tokens-per-rank (={args.tokens_per_rank}) must be divisible by --tp (={tp}), which "
@@ -213,7 +215,7 @@ def table(advice: Advice, label: str) -> Table:
     result.caption = (
         "cad: measured capacities, whole prefixes of keys, ping-pong, unless named; means over the steps; "
         "idle: share of all rank-seconds without work of a rank's own; exposed: of them, on the network; "
-        "bubble: of a schedule's ticks; sent: GiB of a device; held: GiB of a device, estimated, ! beyond "
+        "bubble: of a schedule's ticks; sent: GiB of a device, in bfloat16; held: GiB of a device, estimated, ! beyond "
         f"{USABLE_MEMORY:.0%} of it; kernel times {label}; parameter collectives, optimizer and host take "
         "no time"
     )
@@ -321,6 +323,7 @@ def run(args: AdviseArgs, console: Console | None = None) -> Advice:
     flags = train_flags(advice, args.tokens_per_rank)
     console.print(f"as arguments of cad-jax train: {flags}", highlight=False, soft_wrap=True)
     if args.json is not None:
-        args.json.write_text(json.dumps(figures(advice, args, lengths), indent=1))
+        with writing(args.json) as path:
+            path.write_text(json.dumps(figures(advice, args, lengths), indent=1))
         console.print(f"wrote {args.json}")
     return advice

@@ -1,7 +1,6 @@
 """`cad-jax compile`: a recipe compiled for a cluster that is not here: does it overlap, does it fit?"""
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,20 @@ import jax
 import tyro
 
 from cad_jax.attention.strategies import STRATEGIES
+from cad_jax.command_line import run_command
 from cad_jax.compile_report import run
 from cad_jax.config import RunConfig
 from cad_jax.recipe_arguments import recipe_field, recipe_registry
 from cad_jax.sharding.clusters import parse_topology
 from cad_jax.xla_options import parse_option
 
-USER_ERROR = 2  # exit code
 _ATTENTION = ("--attention", "--attention.strategy")
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """What to compile for, from which documents, and where the report goes."""
+    """What to compile for, from which documents, and where the report goes. Needs the CUDA compiler: run
+    .venv-aot/bin/cad-jax after make test-aot, or pip install -c constraints.txt -e '.[aot]' in an environment of its own."""
 
     topology: str
     """DEVICE:NODESxDEVICES_PER_NODE of h100, h200 or b200, such as h200:8x8; the mesh must use all."""
@@ -98,7 +98,8 @@ def parse(arguments: list[str]) -> CompileArgs:
 
 def main(arguments: list[str]) -> int:
     """Run `cad-jax compile`; returns the exit code."""
-    try:
+
+    def work() -> None:
         args = parse(arguments)
         jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
         run(
@@ -109,14 +110,5 @@ def main(arguments: list[str]) -> int:
             json_path=args.compile.json,
             extra_options=dict(map(parse_option, args.compile.xla)),
         )
-    except ValueError as error:
-        print(f"cad-jax compile: {error}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as error:
-        print(
-            f"cad-jax compile: {error.filename} cannot be written ({error.strerror}): name another "
-            "file",
-            file=sys.stderr,
-        )
-        return USER_ERROR
-    return 0
+
+    return run_command("compile", work)

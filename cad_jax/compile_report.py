@@ -7,18 +7,21 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from cad_jax.attention_config import OF_CAD, PLANNED_STRATEGIES, AttentionConfig
+from cad_jax.command_line import check_outputs, writing
 from cad_jax.compiled_step import (
     Report,
     compile_step,
     sample_documents,
 )
 from cad_jax.config import RunConfig
-from cad_jax.launch import PLANNED_STRATEGIES
 from cad_jax.overlap import Collective
+from cad_jax.settled import with_speeds
 from cad_jax.sharding.clusters import USABLE_MEMORY, Topology
 from cad_jax.sharding.cost_model import FAST_ATTENTION_EFFICIENCY, FAST_LINEAR_EFFICIENCY
 from cad_jax.sharding.tasks import TILE_ROWS
@@ -31,10 +34,14 @@ _PASSES = {"forward": "fwd", "backward": "bwd", "other": ""}
 
 
 def with_strategy(config: RunConfig, name: str) -> RunConfig:
-    """The same run with another strategy: as a single stream, with whole keys, and with tp splitting
-    weights, where that one knows nothing else."""
-    key_ranges = config.attention.key_ranges if name == "cad" else 1
-    attention = dataclasses.replace(config.attention, strategy=name, key_ranges=key_ranges)
+    """The same run with another strategy: as a single stream, without what cad's plans are told, in the order
+    of packing, and with tp splitting weights, where that one knows nothing else."""
+    changes: dict[str, Any] = {"strategy": name}
+    if name != "cad":
+        changes |= {field: getattr(AttentionConfig, field) for field in OF_CAD}
+    if name not in PLANNED_STRATEGIES or (name, config.attention.placement) == ("home", "searched"):
+        changes["placement"] = "sequential"
+    attention = dataclasses.replace(config.attention, **changes)
     training, mesh = config.training, config.mesh
     if name not in PLANNED_STRATEGIES:
         training = dataclasses.replace(training, overlap="single_stream")
@@ -51,7 +58,7 @@ def with_twice_the_tokens(config: RunConfig) -> RunConfig:
 
 
 def largest_tokens(small: Report, large: Report) -> int | None:
-    """Tokens per rank that fit: peak bytes of two compilations on a straight line. None where it does not rise."""
+    """Tokens of a rank in a microbatch that fit: peak bytes of two compilations on a straight line. None where it does not rise."""
     slope = (large.peak_bytes - small.peak_bytes) / (
         large.tokens_per_server - small.tokens_per_server
     )
@@ -62,13 +69,34 @@ def largest_tokens(small: Report, large: Report) -> int | None:
     return max(0, int(tokens) // TILE_ROWS * TILE_ROWS)
 
 
+def duration(seconds: float) -> str:
+    """Three digits, in the largest unit of which there is one."""
+    rounded = float(f"{seconds:.3g}")
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if rounded * scale >= 1 or not rounded:
+            return f"{rounded * scale:g} {unit}"
+    return f"{1e9 * rounded:g} ns"
+
+
+def size(count: float) -> str:
+    """Three digits, in GiB or what is smaller."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return (
+                f"{count / scale:.3g} {unit}"
+                if count < 1000 * scale
+                else f"{count / scale:.0f} {unit}"
+            )
+    return f"{count:.0f} B"
+
+
 def collectives_table(report: Report) -> Table:
     """The step's collectives, a row for those alike, beside what the worst hidden of them runs; small ones together."""
     table = Table(
         title=f"{report.recipe} on {report.topology.name}, attention {report.attention}, "
-        f"{report.overlap}, kernel {report.kernel}, {report.tokens_per_server:,} tokens per rank"
+        f"{report.overlap}, kernel {report.kernel}, {report.tokens_per_server:,} tokens of a rank in a microbatch"
     )
-    for column in ("where", "pass", "a step", "MiB", "beside", "ms", "hidden"):
+    for column in ("where", "pass", "a step", "MiB", "beside", "takes", "hidden"):
         table.add_column(column, justify="left" if column in ("where", "beside") else "right")
     small = [c for c in report.prediction.collectives if c.bytes < SMALL_BYTES]
     alike: defaultdict[tuple, list[Collective]] = defaultdict(list)
@@ -85,18 +113,18 @@ def collectives_table(report: Report) -> Table:
             f"{sum(c.executions for c in group)}",
             f"{worst.bytes / 2**20:,.0f}",
             _beside(worst),
-            f"{1e3 * worst.predicted_s:.2f}",
+            duration(worst.predicted_s),
             hidden if f"{best:.0%}" == hidden else f"{hidden} to {best:.0%}",
         )
     if small:
-        exposed_ms = 1e3 * sum(c.exposed_s * c.executions for c in small)
+        exposed_s = sum(c.exposed_s * c.executions for c in small)
         table.add_row(
             f"{len(small)} below 1 MiB", "", f"{sum(c.executions for c in small)}", "", "",
-            f"{exposed_ms:.2f} exposed",
+            f"{duration(exposed_s)} exposed",
         )  # fmt: skip
     device = report.topology.device
     table.caption = (
-        f"predicted: products at {FAST_LINEAR_EFFICIENCY:.0%} of {device.peak_flops or 0:.3g} FLOP/s, attention "
+        f"predicted: products at {FAST_LINEAR_EFFICIENCY:.0%} of {device.peak_flops or 0:.3g} FLOP/s (bfloat16), attention "
         f"{report.kernel} at {FAST_ATTENTION_EFFICIENCY[report.kernel][0]:.0%} and "
         f"{FAST_ATTENTION_EFFICIENCY[report.kernel][1]:.0%}, memory {device.memory_bytes_s / 1e12:.2f} TB/s, links "
         f"{device.within_node_bytes_s / 1e9:.0f} GB/s within and {device.between_nodes_bytes_s / 1e9:.0f} GB/s "
@@ -127,14 +155,14 @@ def summary_table(report: Report) -> Table:
         f"{report.exchange}",
     )
     table.add_row(
-        "seconds of a step",
-        f"{_compute(report)} of compute, {report.prediction.attention_s:.3f} of it attention; "
-        f"{report.prediction.exposed_s:.3f} exposed",
+        "a step, predicted",
+        f"{_compute(report)} of compute, {duration(report.prediction.attention_s)} of it attention; "
+        f"{duration(report.prediction.exposed_s)} exposed",
     )
     table.add_row(
         "memory of a device",
-        f"arguments {report.argument_bytes / GIB:.1f} + temporaries {report.temp_bytes / GIB:.1f}, peak "
-        f"{report.peak_bytes / GIB:.1f} of {report.device_bytes / GIB:.1f} GiB: "
+        f"arguments {size(report.argument_bytes)} + temporaries {size(report.temp_bytes)}, peak "
+        f"{size(report.peak_bytes)} of {size(report.device_bytes)}: "
         + ("fits" if report.peak_bytes <= limit else "DOES NOT FIT")
         + f" {USABLE_MEMORY:.0%}",
     )
@@ -143,31 +171,31 @@ def summary_table(report: Report) -> Table:
 
 
 def _compute(report: Report) -> str:
-    return f"{report.prediction.compute_s:.3f}" + ("" if report.prediction.attention_s else " +")
+    return duration(report.prediction.compute_s) + ("" if report.prediction.attention_s else " +")
 
 
 def comparison_table(rows: Sequence[tuple[Report, int | None]]) -> Table:
-    """Strategies side by side, with the largest tokens per rank that fit."""
+    """Strategies side by side, with the most tokens of a rank in a microbatch that fit."""
     first = rows[0][0]
     table = Table(
-        title=f"{first.recipe} on {first.topology.name}, {first.tokens_per_server:,} tokens per rank"
+        title=f"{first.recipe} on {first.topology.name}, {first.tokens_per_server:,} tokens of a rank in a microbatch"
     )
-    columns = ("attention", "sent GiB", "exchanged", "exposed s", "compute s", "peak GiB")
+    columns = ("attention", "sent", "exchanged", "exposed", "compute", "peak")
     for column in (*columns, "tokens that fit"):
         table.add_column(column, justify="left" if column == "attention" else "right")
     for report, tokens in rows:
         table.add_row(
             f"{report.attention}, {report.overlap}",
-            f"{report.sent_bytes / GIB:.1f}",
-            f"{report.exchanged_bytes / GIB:.1f}",
-            f"{report.prediction.exposed_s:.3f}",
+            size(report.sent_bytes),
+            size(report.exchanged_bytes),
+            duration(report.prediction.exposed_s),
             _compute(report),
-            f"{report.peak_bytes / GIB:.1f}",
+            size(report.peak_bytes),
             "?" if tokens is None else f"{tokens:,}",
         )
     table.caption = (
         "a device and step, predicted (+: attention, which is no kernel of its own there, comes on top); "
-        f"sent by all collectives, and by attention's exchanges; tokens per rank within {USABLE_MEMORY:.0%} of memory, from a straight "
+        f"sent by all collectives, and by attention's exchanges; tokens of a rank in a microbatch within {USABLE_MEMORY:.0%} of memory, from a straight "
         "line through two compilations"
     )
     return table
@@ -190,11 +218,10 @@ def run(
             strategies named before one that cannot hold the documents.
     """
     console = console or Console()
-    runs = [with_strategy(config, name) for name in strategies]
+    runs = [with_speeds(with_strategy(config, name)) for name in strategies]
     for run_config in runs:
         run_config.check()
-    if json_path is not None and not json_path.parent.is_dir():
-        raise ValueError(f"cannot write {json_path}: make the folder {json_path.parent} first")
+    check_outputs({"--json": json_path}, [lengths])
     compile_only_mesh(topology, config.mesh.pp, config.mesh.dp, config.mesh.tp)
     options = gpu_options({config.attention.asked_transport})
     options |= {**WITHOUT_GPU, **(extra_options or {})}
@@ -216,6 +243,7 @@ def run(
         console.print(comparison_table(rows))
     if json_path is not None:
         values = [report.to_json() | {"largest_tokens": tokens} for report, tokens in rows]
-        json_path.write_text(json.dumps(values if several else values[0], indent=1))
+        with writing(json_path) as path:
+            path.write_text(json.dumps(values if several else values[0], indent=1))
         console.print(f"wrote {json_path}")
     return [report for report, _ in rows]

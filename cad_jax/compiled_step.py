@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 from cad_jax.attention.planned import PlannedStrategy
 from cad_jax.config import RunConfig
 from cad_jax.launch import make_strategies, open_data
+from cad_jax.lengths_report import read_lengths
 from cad_jax.overlap import Prediction, Timeline
 from cad_jax.pipeline.ticks import plan_step
-from cad_jax.plan_report import read_lengths
 from cad_jax.sharding.capacities import signal_capacities
 from cad_jax.sharding.clusters import Topology
 from cad_jax.sharding.cost import Device, attention_flops
@@ -231,11 +231,14 @@ def lower_step(
     )
     with _tracing_for(mesh, kernel):
         lowered = step.trace(per_step, config.training.tokens_per_microbatch, arrays).lower()
-    return LoweredStep(
-        lowered,
-        attention_flops(config.model.head_shape(shape.tp), layers * pairs),
-        strategy.describe(),
-    )
+    exchange = strategy.describe()
+    if strategy.transport is not None and config.attention.asked_transport == "auto":
+        exchange += (
+            "; a run may take ragged where that passes its test on the machine, which "
+            "--attention.transport ragged compiles"
+        )
+    flops = attention_flops(config.model.head_shape(shape.tp), layers * pairs)
+    return LoweredStep(lowered, flops, exchange)
 
 
 def attention_seconds(forward_flops: int, kernel: str, device: Device) -> dict[Phase, float]:

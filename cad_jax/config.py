@@ -6,7 +6,6 @@ keeps it as config.json.
 
 import dataclasses
 import json
-import math
 import os
 import types
 import typing
@@ -16,19 +15,16 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
+from cad_jax.attention_config import AttentionConfig
 from cad_jax.checkpoint import CheckpointConfig
 from cad_jax.data import DataConfig
 from cad_jax.model_config import LlamaConfig
 from cad_jax.optimizer import OptimizerConfig
 from cad_jax.pipeline.remat import Remat, check_remat
 from cad_jax.pipeline.schedule import Schedule, interleaved
-from cad_jax.sharding.tasks import Capacities
+from cad_jax.sharding.speeds import check_speeds
 
 CONFIG_FILE = "config.json"
-StrategyName = Literal["cad", "home", "all_gather", "ring", "native", "native_dense"]
-# What decides the course of training: a resumed run must not change it. Data is checked by content,
-# mesh, attention and the number of steps to run may differ.
-_FIXED_ON_RESUME = ("model", "optimizer", "training.tokens_per_microbatch", "training.microbatches")
 
 
 @dataclass(frozen=True)
@@ -64,56 +60,6 @@ class MeshConfig:
     @property
     def devices(self) -> int:
         return self.pp * self.dp * self.tp
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """How core attention is distributed, and the kernel under it."""
-
-    strategy: Annotated[StrategyName, tyro.conf.arg(aliases=("--attention",))] = "cad"
-    """cad: planned attention servers; home: no work moves; all_gather, ring: context parallelism;
-    native, native_dense: left to XLA's partitioner, blockwise or dense masked."""
-    kernel: str = "auto"
-    """auto takes the fastest that runs on the platform."""
-    tolerance: float | None = 0.05
-    """The most loaded server's work may exceed the mean by this fraction; None takes the one of fewest
-    predicted seconds when a run begins."""
-    key_ranges: int = 1
-    """Servers among which the keys of one query may be divided; their partial outputs merge at home."""
-    transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
-    """auto takes the one with the fewest predicted seconds; ragged needs GPUs, and passes a test at the
-    start of a run or is not used."""
-    capacity_plans: int = 200
-    """Plans of the run's own data from which the static capacities are set."""
-    capacities: tyro.conf.Suppress[Capacities | None] = None
-    """Capacities instead of those."""
-
-    @property
-    def asked_transport(self) -> str:
-        """What capacities are for, where they are given; else the transport's name or auto."""
-        return self.transport if self.capacities is None else self.capacities.transport
-
-    def __post_init__(self) -> None:
-        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise ValueError(
-                f"attention.tolerance (={self.tolerance}) must be finite and not negative; "
-                "use 0.05, a good start, or None to have it chosen"
-            )
-        if self.key_ranges < 1:
-            raise ValueError(
-                f"attention.key_ranges (={self.key_ranges}) must be at least 1; use 1 to keep the keys "
-                "of a query on one server"
-            )
-        if self.key_ranges > 1 and self.strategy != "cad":
-            raise ValueError(
-                f"attention.key_ranges (={self.key_ranges}) above 1 needs attention.strategy cad, whose "
-                f"planner divides keys among servers, got {self.strategy}; use 1"
-            )
-        if self.capacity_plans < 1:
-            raise ValueError(
-                f"attention.capacity_plans (={self.capacity_plans}) must be at least 1; use 200, "
-                "which cover the tail of most data"
-            )
 
 
 @dataclass(frozen=True)
@@ -166,10 +112,12 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything a run depends on. `name` is the recipe's, `folder` receives all output."""
+    """Everything a run depends on. `name` is the recipe's."""
 
     name: tyro.conf.Suppress[str]
     folder: str
+    """Receives all output: configuration, metrics, checkpoints, plots. One that holds a run is never
+    overwritten: go on with --resume, or name another."""
     model: LlamaConfig
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -221,6 +169,7 @@ class RunConfig:
                 f"mesh.pp 1 (={mesh.pp}) and mesh.tp_splits weights (={mesh.tp_splits}); set those, "
                 "or use another strategy"
             )
+        self._check_plans()
         if mesh.virtual_stages > 1 and mesh.pp == 1:
             raise ValueError(
                 f"mesh.virtual_stages (={mesh.virtual_stages}) above 1 needs a pipeline, mesh.pp is "
@@ -235,6 +184,19 @@ class RunConfig:
                 "as many; use fewer virtual stages, or another number of layers"
             )
         self.schedule()
+
+    def _check_plans(self) -> None:
+        """Rules of whoever plans, and for which servers."""
+        attention, mesh = self.attention, self.mesh
+        attention.load_planner()
+        if attention.server_speeds is not None:
+            source = attention.speeds or "attention.server_speeds"
+            check_speeds(attention.server_speeds, mesh.servers, source)
+        if attention.placement == "searched" and mesh.pp > 1:
+            raise ValueError(
+                f"attention.placement (=searched) compares plans of one microbatch and needs mesh.pp 1 "
+                f"(={mesh.pp}), where a plan is of several at once; use aligned"
+            )
 
     def schedule(self) -> Schedule | None:
         """The pipeline's ticks, None without one. Raises ValueError where its numbers do not fit."""
@@ -302,30 +264,3 @@ def _from_json(kind: Any, value: Any, where: str) -> Any:
     if typing.get_origin(kind) is tuple:
         return tuple(value)
     return value
-
-
-def check_resume(config: RunConfig, saved: dict[str, Any]) -> None:
-    """Refuse to continue a run under settings that would make it another run.
-
-    saved: the dict form of the configuration that wrote the checkpoint.
-
-    Raises:
-        ValueError: the first field that differs, both values, the cure.
-    """
-    current = config.to_dict()
-
-    def compare(name: str, old: Any, new: Any) -> None:
-        if isinstance(old, dict) and isinstance(new, dict):
-            for key in {**old, **new}:
-                compare(f"{name}.{key}", old.get(key), new.get(key))
-        elif old != new:
-            raise ValueError(
-                f"the checkpoint was written with {name}={old!r} and this run has {new!r}: a resumed "
-                "run must train the same model the same way; set it back, or start a new run folder"
-            )
-
-    for path in _FIXED_ON_RESUME:
-        old, new = saved, current
-        for part in path.split("."):
-            old, new = old.get(part, {}), new[part]
-        compare(path, old, new)

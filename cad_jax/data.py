@@ -248,14 +248,15 @@ class DocumentBatches:
                 "resume with the version of cad_jax that wrote it"
             )
         identity = _DEFAULT_IDENTITY | identity
-        for name, value in (_DEFAULT_IDENTITY | self._identity).items():
-            if identity.get(name) != value:
-                cure = _CURES.get(name, "set it back")
-                raise ValueError(
-                    f"resuming needs the documents in the same order, but the checkpoint was "
-                    f"written with {name}={identity.get(name)!r} and this run has {value!r}: "
-                    f"{cure}, or start a new run"
-                )
+        current = _DEFAULT_IDENTITY | self._identity
+        differ = [name for name, value in current.items() if identity.get(name) != value]
+        if differ:
+            values = (f"{n}={identity.get(n)!r} and this run has {current[n]!r}" for n in differ)
+            cures = dict.fromkeys(_CURES.get(name, "set it back") for name in differ)
+            raise ValueError(
+                "resuming needs the documents in the same order, but the checkpoint was written with "
+                f"{', '.join(values)}: {', '.join(cures)}, or start a new run"
+            )
         inside = len(window) <= self._window and len(set(window)) == len(window)
         if not inside or not all(0 <= index < next_index for index in window):
             raise ValueError(

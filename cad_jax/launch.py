@@ -12,31 +12,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from rich.console import Console
 
 from cad_jax.attention.planned import PlannedStrategy
 from cad_jax.attention.strategies import Strategy, make_strategy
+from cad_jax.attention_config import PLANNED_STRATEGIES
 from cad_jax.checkpoint import Checkpointer
-from cad_jax.config import RunConfig, check_resume
-from cad_jax.data import DocumentBatches, reference_entropies
+from cad_jax.config import RunConfig
+from cad_jax.data import DocumentBatches
 from cad_jax.feed import StepFeed
-from cad_jax.metrics import MetricsLog, Reporter, mean_loss, plot_loss, plot_plan
+from cad_jax.metrics import MetricsLog, Reporter
 from cad_jax.pipeline.schedule import Schedule
 from cad_jax.pipeline.ticks import sample_ticks
 from cad_jax.prefetch import Prefetcher
 from cad_jax.processes import first_process, together
 from cad_jax.ragged_check import check_platform, proven_strategies
+from cad_jax.resume import check_resume, rounding_changes
 from cad_jax.run_folder import CHECKPOINTS, check_folder, check_nothing_lost, open_folder
+from cad_jax.run_report import describe, draw_plan, summarise
+from cad_jax.settled import kept_transport, settled_tolerance, with_first_speeds, with_transport
 from cad_jax.sharding.cost import DEVICES, Device, find_device
+from cad_jax.sharding.cost_model import from_csv
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.sharding.tasks import DENSE_TRANSPORTS
-from cad_jax.tolerance import settled
 from cad_jax.train import Loop, Outcome, StopRequest
 from cad_jax.train_step import TrainStep
 from cad_jax.xla_options import check_options, gpu_options
-
-PLANNED_STRATEGIES = ("cad", "home")  # those with capacities to set
 
 
 def open_data(config: RunConfig) -> DocumentBatches:
@@ -90,15 +91,18 @@ def make_strategies(
         device, kernel, candidates: see `make_strategy`.
 
     Raises:
-        ValueError: heads do not divide over tp, or a sample does not fit the configuration's own
+        ValueError: heads do not divide over tp, a profile is not of the device, or a sample does not fit the configuration's own
             capacities, even at home.
     """
     attention, schedule = config.attention, config.schedule()
-    tolerance = attention.tolerance
-    assert tolerance is not None, "`tolerance.settled` goes before"
+    tolerance, planner = attention.tolerance, attention.load_planner()
+    assert tolerance is not None, "`settled_tolerance` goes before"
+    costs = None if attention.profile is None else from_csv(attention.profile, device)
     nano_tokens = config.training.tokens_per_microbatch // config.nano_batches
 
-    def strategy(nano_batches: int, samples: list[tuple[np.ndarray, ...]]) -> Strategy:
+    def strategy(
+        nano_batches: int, samples: list[tuple[np.ndarray, ...]], candidates: Sequence[str]
+    ) -> Strategy:
         plans = _planned_samples(schedule, samples, attention.capacity_plans)
         tokens = config.training.tokens_per_microbatch // nano_batches
         made = make_strategy(
@@ -108,6 +112,11 @@ def make_strategies(
             heads=config.model.head_shape(config.mesh.tp),
             tolerance=tolerance,
             key_ranges=attention.key_ranges,
+            planner=planner,
+            speeds=attention.server_speeds,
+            node=attention.node,
+            cost_model=costs,
+            placement=attention.placement,
             capacities=attention.capacities,
             transport=attention.transport,
             candidates=candidates,
@@ -128,10 +137,12 @@ def make_strategies(
 
     nano = None
     if config.nano_batches == 2:
-        nano = strategy(2, [nanos for nanos in samples if len(nanos) == 2])
+        nano = strategy(2, [nanos for nanos in samples if len(nanos) == 2], candidates)
         if max_document_tokens <= nano_tokens:
             return nano, nano
-    return strategy(1, [(np.concatenate(nanos),) for nanos in samples]), nano
+        if nano.transport is not None:  # one for both: a run has a transport
+            candidates = (nano.transport,)
+    return strategy(1, [(np.concatenate(nanos),) for nanos in samples], candidates), nano
 
 
 def _planned_samples(
@@ -160,7 +171,8 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
     """
     reporter = Reporter(config.training.steps, console, quiet=jax.process_index() != 0)
     folder = Path(config.folder)
-    config.check()
+    config = with_first_speeds(config)
+    together(config.check)  # imports a planner, which one process may lack
     if config.training.overlap == "signal":
         raise ValueError(
             "training.overlap (=signal) shrinks exchanges to one row, so that attention misses what "
@@ -168,23 +180,24 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
         )
     mesh = make_mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     platform = mesh.devices.flat[0].platform
-    transport = config.attention.asked_transport
     if config.attention.strategy in PLANNED_STRATEGIES:
-        check_platform(transport, platform)
+        check_platform(config.attention, platform)
     if platform == "gpu":
-        check_options(gpu_options({transport}))
+        check_options(gpu_options({config.attention.asked_transport}))
     first_process(lambda: check_folder(folder, resume))
     data = together(lambda: open_data(config))
-    config = settled(config, data, folder, resume, reporter.say)
+    config = settled_tolerance(config, data, folder, resume, reporter.say)
     strategy, nano_strategy = proven_strategies(
         lambda candidates: together(lambda: make_run_strategies(config, data, candidates)),
         mesh=mesh,
         platform=platform,
-        transport=transport,
+        attention=config.attention,
+        kept=kept_transport(config, folder, resume, reporter.say),
         heads=config.model.head_shape(config.mesh.tp),
         dtype=config.model.dtype,
         say=reporter.say,
     )
+    config = with_transport(config, strategy.transport)
     train_step = TrainStep(
         config.model,
         mesh,
@@ -208,11 +221,12 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
             )
         if restored is not None:
             together(lambda: data.restore(restored.data))
+            _say_rounding(reporter, rounding_changes(config, restored.config))
         elif resume:
             first_process(lambda: check_nothing_lost(folder))
         first_process(lambda: config.save(folder))
         step = 0 if restored is None else restored.step
-        _describe(reporter, config, mesh, data, nano_strategy or strategy, resume, step)
+        describe(reporter, config, mesh, data, nano_strategy or strategy, resume, step)
         feed = StepFeed(
             data,
             strategy,
@@ -249,157 +263,15 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
             finally:
                 reporter.stop()
                 if metrics is not None:
-                    _report(reporter, config, data, metrics.records)
-                    _plot_plan(folder, loop)
+                    summarise(reporter, config, data, metrics.records)
+                    draw_plan(folder, loop)
         reporter.say(outcome.reason)
     return outcome
 
 
-def _describe(
-    reporter: Reporter,
-    config: RunConfig,
-    mesh: Mesh,
-    data: DocumentBatches,
-    strategy: Strategy,
-    resume: bool,
-    step: int,
-) -> None:
-    """Configuration, mesh and document statistics, before the first step."""
-    model, training, stats = config.model, config.training, data.statistics()
-    step_tokens = training.tokens_per_microbatch * training.microbatches
-    kind = mesh.devices.flat[0].device_kind
-    rows = [
-        ("recipe", f"{config.name}, run folder {config.folder}"),
-        (
-            "model",
-            f"{model.num_parameters / 1e6:,.1f} M parameters: {model.num_layers} layers, embedding "
-            f"{model.embedding_dim}, heads {model.num_q_heads}/{model.num_kv_heads} x "
-            f"{model.head_dim}, ffn {model.ffn_dim}, {model.dtype}",
-        ),
-        (
-            "mesh",
-            f"pp {config.mesh.pp}, dp {config.mesh.dp}, tp {config.mesh.tp} on {mesh.size} x {kind}, "
-            f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
-            + (f"; tp splits {config.mesh.tp_splits}" if config.mesh.tp > 1 else ""),
-        ),
-        *_pipeline(config),
-        (
-            "attention",
-            f"{config.attention.strategy}: {config.mesh.servers} servers x "
-            f"{config.tokens_per_server // config.nano_batches:,} tokens, tolerance "
-            f"{config.attention.tolerance}, {training.overlap}",
-        ),
-        ("exchange", strategy.describe()),
-        ("step", f"{step_tokens:,} tokens in {training.microbatches} microbatch(es)"),
-        *(_overlap(data) if data.nano_batches == 2 else []),
-        (
-            "documents",
-            f"{stats.documents:,} ({stats.zero_length_documents:,} empty), {stats.tokens:,} tokens; "
-            f"length median {stats.median_tokens:,.0f}, 90% {stats.p90_tokens:,.0f}, longest "
-            f"{stats.max_tokens:,}",
-        ),
-        (
-            "pieces",
-            f"{stats.pieces:,} of at most {data.max_document_tokens:,} tokens an epoch; "
-            f"{stats.context_lost_tokens:,} of {stats.target_tokens:,} target tokens lose context"
-            + (f", {stats.truncated_tokens:,} tokens dropped" if stats.truncated_tokens else ""),
-        ),
-    ]
-    reporter.table("cad_jax train", rows)
-    if resume:
+def _say_rounding(reporter: Reporter, changes: Sequence[str]) -> None:
+    if changes:
         reporter.say(
-            f"resuming after step {step}"
-            if step
-            else "there is no checkpoint to resume from: starting at step 0"
+            f"resuming with {', '.join(changes)}: the same tokens a step, and losses that differ by "
+            "rounding from those of a run without a change"
         )
-
-
-def _pipeline(config: RunConfig) -> list[tuple[str, str]]:
-    schedule = config.schedule()
-    if schedule is None:
-        return []
-    name = "1F1B"
-    if schedule.virtual_stages > 1:
-        name = f"interleaved 1F1B, {schedule.virtual_stages} virtual stages each"
-    idle = " (a step needs as many microbatches as stages to keep all of them at work)"
-    return [
-        (
-            "pipeline",
-            f"{schedule.stages} stages, {name}, {schedule.microbatches} microbatches: "
-            f"{schedule.ticks} ticks forward, {schedule.ticks} backward, bubble of linear work "
-            f"{schedule.bubble:.0%}{idle if schedule.microbatches < schedule.stages else ''}; "
-            f"{schedule.slots} microbatches kept a stage, remat {config.training.remat}",
-        )
-    ]
-
-
-def _overlap(data: DocumentBatches) -> list[tuple[str, str]]:
-    return [
-        (
-            "overlap",
-            f"nano-batches of {data.tokens_per_nano_batch:,} tokens; {data.undivided_microbatches:,} "
-            "documents an epoch are longer, and a step with one of them runs single_stream, as a "
-            "second program",
-        )
-    ]
-
-
-def _references(data: DocumentBatches) -> dict[str, float]:
-    """Cross-entropies to compare a loss with, nats per target token."""
-    entropies = reference_entropies(data.store)
-    references = {"token frequencies alone": entropies.unigram_nats}
-    if entropies.bigram_nats is not None:
-        references["token bigrams alone"] = entropies.bigram_nats
-    return references
-
-
-def _report(
-    reporter: Reporter, config: RunConfig, data: DocumentBatches, records: list[dict[str, Any]]
-) -> None:
-    """Summary and loss curve of whatever steps there were, those before a resume included."""
-    if not records:
-        return
-    references = _references(data)
-    plot_loss(Path(config.folder) / "loss.png", records, references)
-    seconds, tokens = (sum(r[name] for r in records) for name in ("step_s", "tokens"))
-    padding = sum(r["padding_tokens"] for r in records) / tokens
-    later = records[1:] or records  # the first step compiles
-    median = {
-        name: float(np.median([r[name] for r in later]))
-        for name in ("step_s", "plan_s", "attn_max_over_mean_home", "attn_max_over_mean")
-    }
-    waits = sum(r["plan_wait_s"] for r in later) / sum(r["step_s"] for r in later)
-    fallbacks = sum(r["fallback_tasks"] for r in records)
-    step, asked = records[-1]["step"], config.training.steps
-    undivided = sum(r.get("nano_batches", 1) < config.nano_batches for r in records)
-    why = ": a document longer than half a microbatch cannot be divided" if undivided else ""
-    overlap = [("overlap", f"{undivided} of {len(records)} steps ran single_stream{why}")]
-    rows = [
-        ("steps", f"{step} of {asked}" if step <= asked else f"{step}, past the {asked} asked for"),
-        (
-            "tokens",
-            f"{tokens:,} ({padding:.2%} padding) in {seconds / 60:.1f} min, "
-            f"{tokens / seconds:,.0f} a second; median step {median['step_s']:.3f} s",
-        ),
-        (
-            "attention work",
-            f"median max/mean over servers {median['attn_max_over_mean_home']:.3f} at home, "
-            f"{median['attn_max_over_mean']:.3f} as spread; {fallbacks} tasks fell back home",
-        ),
-        (
-            "planning",
-            f"median {1e3 * median['plan_s']:.1f} ms a step, hidden but for {waits:.2%} of the time",
-        ),
-        ("loss, last 3 steps", f"{mean_loss(records):.3f} nats per target token"),
-        *(overlap if config.nano_batches > 1 else []),
-        *((f"for comparison, {name}", f"{nats:.3f}") for name, nats in references.items()),
-        ("run folder", config.folder),
-    ]
-    reporter.table("summary", rows)
-
-
-def _plot_plan(folder: Path, loop: Loop) -> None:
-    """Work per server of the last step of this process."""
-    work = loop.last_work
-    if work is not None:
-        plot_plan(folder / "plan.png", loop.step, work.home_pairs, work.server_pairs)

@@ -1,7 +1,6 @@
 """`cad-jax lengths`: the token lengths of a recipe's documents, as a file and as statistics."""
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
+from cad_jax.command_line import check_outputs, run_command, writing
 from cad_jax.config import RunConfig
 from cad_jax.launch import open_data
 from cad_jax.lengths_report import length_statistics, statistics_table, write_lengths
@@ -17,8 +17,6 @@ from cad_jax.recipe_arguments import recipe_field, recipe_registry
 from cad_jax.sources import Source
 from cad_jax.token_store import open_store
 from cad_jax.tokenizer import open_tokenizer
-
-USER_ERROR = 2  # exit code
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,11 @@ def parse(arguments: list[str]) -> LengthsArgs:
     return LengthsArgs(parsed.config, parsed.lengths)
 
 
+def source_of(config: RunConfig) -> Source:
+    """The recipe's documents."""
+    return Source(config.data.source, config.data.paths, config.data.jsonl_field)
+
+
 def recipe_lengths(config: RunConfig, *, pieces: bool) -> np.ndarray:
     """Lengths in tokens, int64 [N], of documents, each with the token that closes it where there is one; or
     of the pieces that training packs.
@@ -69,42 +72,29 @@ def recipe_lengths(config: RunConfig, *, pieces: bool) -> np.ndarray:
         return open_data(config).pieces.lengths
     data = config.data
     tokenizer = open_tokenizer(data.tokenizer, data.end_of_document)
-    source = Source(data.source, data.paths, data.jsonl_field)
-    return open_store(source, tokenizer, data.cache_dir).lengths
+    return open_store(source_of(config), tokenizer, data.cache_dir).lengths
 
 
 def run(args: LengthsArgs, console: Console | None = None) -> np.ndarray:
     """Prints the statistics, writes the file where asked; returns the lengths.
 
     Raises:
-        ValueError: see `recipe_lengths`; or the file's folder does not exist.
+        ValueError: see `recipe_lengths`; or the file cannot be written.
     """
     console = console or Console()
     out = args.lengths.out
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"cannot write {out}: make the folder {out.parent} first")
+    check_outputs({"--out": out}, source_of(args.config).files() if out and out.exists() else ())
     lengths = recipe_lengths(args.config, pieces=args.lengths.pieces)
     what = "pieces" if args.lengths.pieces else "documents"
     title = f"{what} of {args.config.name} in tokens of {args.config.data.tokenizer}"
     console.print(statistics_table(length_statistics(lengths), title))
     if out is not None:
-        write_lengths(lengths, out)
+        with writing(out) as path:
+            write_lengths(lengths, path)
         console.print(f"wrote {out}")
     return lengths
 
 
 def main(arguments: list[str]) -> int:
     """Run `cad-jax lengths`; returns the exit code."""
-    try:
-        run(parse(arguments))
-    except ValueError as error:
-        print(f"cad-jax lengths: {error}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as error:
-        print(
-            f"cad-jax lengths: {error.filename} cannot be written ({error.strerror}): name another "
-            "file",
-            file=sys.stderr,
-        )
-        return USER_ERROR
-    return 0
+    return run_command("lengths", lambda: run(parse(arguments)))

@@ -1,12 +1,16 @@
 """Statistics of document lengths, and the file that other commands read. Works without jax."""
 
+from array import array
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from cad_jax.command_line import numbered_lines
+
 LONG_TOKENS = 65_536  # documents beyond it are counted apart
+MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
 class LengthStatistics(NamedTuple):
@@ -61,6 +65,31 @@ def statistics_table(statistics: LengthStatistics, title: str) -> Table:
     ):
         table.add_row(name, value)
     return table
+
+
+def read_lengths(path: str | Path) -> np.ndarray:
+    """Document lengths, int64 [N], of a file with one whole number a line.
+
+    ValueError names file and line where a line is anything else, or the file has no lengths, or too many.
+    """
+    lengths = array("q")
+    for number, text in numbered_lines(path, "document lengths"):
+        lengths.append(_length(text, f"{path}, line {number}"))
+    if not lengths:
+        raise ValueError(
+            f"{path} holds no document lengths: put one whole number of tokens on each line"
+        )
+    return np.array(lengths, np.int64)
+
+
+def _length(text: str, where: str) -> int:
+    whole = text.isascii() and text.isdigit() and len(text) < 20
+    if not whole or int(text) > MAX_DOCUMENT_TOKENS:
+        raise ValueError(
+            f"{where}: a document length is a whole number of tokens from 0 to "
+            f"{MAX_DOCUMENT_TOKENS}, got {text[:40]!r}: correct or remove the line"
+        )
+    return int(text)
 
 
 def write_lengths(lengths: np.ndarray, path: Path) -> None:

@@ -1,138 +1,40 @@
-"""What `cad-jax plan` does: read lengths, plan them, and report as a table, JSON and a plot.
+"""What `cad-jax plan` does: a list of lengths in, a plan out, as a table and as JSON.
 
-Works where jax is not installed. Shape letters: T tokens per server, S servers.
+Works where jax is not installed.
 """
 
 import json
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
 from cad_jax import schedule_report
-from cad_jax.sharding.cost import DEVICES, attention_flops, model_shape
-from cad_jax.sharding.placement import Placement, check_placement, place
+from cad_jax.command_line import writing
+from cad_jax.lengths_report import read_lengths
+from cad_jax.plan_args import PlanArgs
+from cad_jax.plan_plot import plot
+from cad_jax.pool_limits import check_memory
+from cad_jax.sharding.cost import DEVICES, attention_flops, max_over_mean, model_shape
+from cad_jax.sharding.cost_model import CostModel
+from cad_jax.sharding.placement import place
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.planners import load_planner, plan_with, wire_cost
-from cad_jax.sharding.tasks import TILE_ROWS
+from cad_jax.sharding.speeds import check_speeds, read_speeds
+from cad_jax.sharding.tasks import TILE_ROWS, home_tasks
+from cad_jax.simulation.named_costs import named_costs
 
-MIB, GIB = 2**20, 2**30
-MAX_DOCUMENT_TOKENS = 2**31 - 1
-MAX_POOL_TOKENS = 2**31  # one document that fills it has 2^61 pairs: all counts stay in 64 bits
-# Planning holds tables of servers x servers, and of servers x documents. Bytes per entry of each, the
-# most that was seen, over pools of 300 to 2,000 servers: one document that spans all of them.
-SERVER_PAIR_BYTES, SERVER_DOCUMENT_BYTES = 220, 12
-MAX_PLOT_INCHES = 24.0
-
-
-@dataclass(frozen=True)
-class PlanArgs:
-    """Plans the documents of a list of lengths over a pool of servers, and reports the plan."""
-
-    lengths: Path
-    """File with one document length in tokens a line; blank lines are skipped."""
-    servers: int
-    """Ranks of the pool: each owns tokens, each computes core attention."""
-    tokens_per_server: int
-    """Tokens each rank owns; the first servers x tokens-per-server tokens are planned."""
-    model: str = "llama3-8b"
-    """Whose attention heads travel: llama3-8b, llama3-70b, llama-34b and others."""
-    tolerance: float = 0.05
-    """How far over the mean the most loaded server may be."""
-    key_ranges: int = 1
-    """Servers among which the keys of one query may be divided; their partial outputs merge at home.
-    At 1 every task has its whole causal prefix; 8 lowers traffic of long documents the most."""
-    transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
-    """How rows travel: capacities are for it, and keys are divided where it then sends less."""
-    node: int = 1
-    """Servers of a node, within which bytes are cheap."""
-    planner: str | None = None
-    """module:function in the place of this project's planner, `cad_jax.plan_documents`: takes its
-    arguments, returns a plan. The plan is checked."""
-    placement: Placement = "sequential"
-    """Which rank gets which documents, by their order: sequential as listed, aligned to ranks, or
-    searched for the fewest bytes on the wire of the transport."""
-    repeat: int = 1
-    """Plan so many times; the median and the 99th percentile of the seconds go into the JSON."""
-    json: Path | None = None
-    """Write the plan and its figures here, as `cad_jax.Plan.load` reads them: a plan to run."""
-    plot: Path | None = None
-    """Draw work per server before and after planning here (PNG)."""
-    pp: int = 1
-    """Pipeline stages among which the servers are divided; above 1 a whole step is planned tick by
-    tick, and its seconds are predicted."""
-    microbatches: int = 8
-    """Microbatches of that step."""
-    virtual_stages: int = 1
-    """Parts of the model per stage; above 1 the schedule is interleaved."""
-    tp: int = 1
-    """Devices that share a server's tokens, for that prediction."""
-    pingpong: bool = False
-    """Divide that step's microbatches into two nano-batches."""
-
-    def __post_init__(self) -> None:
-        if self.plot is not None and self.plot.suffix.lower() != ".png":
-            raise ValueError(f"--plot (={self.plot}) must name a file that ends in .png: add that")
-        for name in ("key_ranges", "node", "repeat"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} (={getattr(self, name)}) must be at least 1: use 1")
-        check_placement(self.placement)
-        changed = self.transport != "auto" or self.placement != "sequential" or self.planner
-        if self.pp > 1 and changed:
-            raise ValueError(
-                "--transport, --planner and --placement are of one microbatch's plan, and --pp predicts "
-                "steps of plans by tick: leave one or the other out"
-            )
-        if self.pp < 1:
-            raise ValueError(f"--pp (={self.pp}) must be at least 1; use 1 for no pipeline")
-        given = (self.microbatches, self.virtual_stages, self.tp, self.pingpong)
-        if self.pp == 1 and given != (8, 1, 1, False):
-            raise ValueError(
-                "--microbatches, --virtual-stages, --tp and --pingpong describe a pipelined step: "
-                "give --pp above 1 with them, or leave them out"
-            )
-
-
-def read_lengths(path: str | Path) -> np.ndarray:
-    """Document lengths, int64 [N], of a file with one whole number a line.
-
-    ValueError names file and line where a line is anything else, or the file has no lengths.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"cannot read document lengths from {path} ({error}): pass a text file with one whole "
-            "number a line"
-        ) from error
-    lengths = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if not text:
-            continue
-        whole = text.isascii() and text.isdigit() and len(text) < 20
-        if not whole or int(text) > MAX_DOCUMENT_TOKENS:
-            raise ValueError(
-                f"{path}, line {number}: a document length is a whole number of tokens from 0 to "
-                f"{MAX_DOCUMENT_TOKENS}, got {text[:40]!r}: correct or remove the line"
-            )
-        lengths.append(int(text))
-    if not lengths:
-        raise ValueError(
-            f"{path} holds no document lengths: put one whole number of tokens on each line"
-        )
-    return np.array(lengths, np.int64)
+MIB = 2**20
+# Figures of `Judge`, where asked for.
+TABLED = {
+    "max_over_share": "max / share of pairs, by speed",
+    "attention_s_max_over_mean": "max / mean seconds, predicted",
+    "attention_s_max": "slowest server, ms, predicted",
+}
 
 
 def first_tokens(lengths: np.ndarray, tokens: int) -> np.ndarray:
@@ -146,54 +48,55 @@ def first_tokens(lengths: np.ndarray, tokens: int) -> np.ndarray:
     return kept
 
 
-def planning_bytes(servers: int, documents: int) -> int:
-    """Memory that planning so many documents over so many servers may take at its peak."""
-    return servers * (servers * SERVER_PAIR_BYTES + documents * SERVER_DOCUMENT_BYTES)
+def speeds_of(args: PlanArgs) -> np.ndarray | None:
+    """Of the servers, float64 [S], from a file; None where none is named. Raises ValueError for an unfit file."""
+    if args.speeds is None:
+        return None
+    speeds = read_speeds(args.speeds)
+    check_speeds(speeds, args.servers, str(args.speeds))
+    return np.array(speeds)
 
 
-def available_bytes() -> float:
-    """Memory this process may still take; infinity where the system does not say."""
-    limits = [math.inf]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits += [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
-        group = Path("/sys/fs/cgroup")  # a container's limit, where there is one
-        limit, used = (int((group / f"memory.{x}").read_text()) for x in ("max", "current"))
-        limits.append(limit - used)
-    except (OSError, ValueError):  # another system, another kind of group, "max" for no limit
-        pass
-    return min(limits)
+class Judge(NamedTuple):
+    """By what servers are judged besides pairs. costs: kernel times. speeds: float64 [S]."""
 
+    costs: CostModel | None = None
+    speeds: np.ndarray | None = None
 
-def check_sizes(args: PlanArgs) -> None:
-    """Raises ValueError for a pool or a tolerance that no plan can be made for."""
-    for name in ("servers", "tokens_per_server"):
-        if getattr(args, name) < 1:
-            raise ValueError(
-                f"{name} must be at least 1, got {getattr(args, name)}: a pool has ranks with tokens"
-            )
-    if math.isinf(args.tolerance):
-        raise ValueError(f"tolerance must be a finite number, got {args.tolerance}: 0.05 is usual")
-    pool_tokens = args.servers * args.tokens_per_server
-    if pool_tokens > MAX_POOL_TOKENS:
-        raise ValueError(
-            f"servers x tokens_per_server must be at most {MAX_POOL_TOKENS} tokens, got "
-            f"{args.servers} x {args.tokens_per_server} = {pool_tokens}: plan fewer of either"
+    def shares(self, plan: Plan) -> np.ndarray | None:
+        """Pairs that are each server's share by its speed, float64 [S]; None where speeds are alike."""
+        if self.speeds is None:
+            return None
+        return plan.loads().sum() * self.speeds / self.speeds.sum()
+
+    def attention_s(self, plan: Plan, tasks: np.ndarray) -> np.ndarray:
+        """Of each server, one layer, forward and backward, float64 [S]."""
+        assert self.costs is not None
+        forward, backward = (
+            self.costs.server_s(tasks, plan.servers, plan.heads, backward=b) for b in (False, True)
         )
+        slower = 1.0 if self.speeds is None else self.speeds.mean() / self.speeds
+        return (forward + backward) * slower
+
+    def figures(self, plan: Plan) -> dict[str, Any]:
+        """Before and after planning, as plain values."""
+        result: dict[str, Any] = {}
+        shares = self.shares(plan)
+        if self.speeds is not None and shares is not None:
+            result["speeds"] = self.speeds.tolist()
+            for name, loads in (("", plan.loads()), ("_home", plan.home_loads())):
+                result[f"max_over_share{name}"] = float((loads / np.maximum(shares, 1)).max())
+        if self.costs is not None:
+            home = home_tasks(plan.lengths, plan.tokens_per_server, plan.starts)
+            result["kernel_times"] = self.costs.label
+            for name, tasks in (("", plan.tasks), ("_home", home)):
+                seconds = self.attention_s(plan, tasks)
+                result[f"attention_s_max{name}"] = float(seconds.max())
+                result[f"attention_s_max_over_mean{name}"] = max_over_mean(seconds)
+        return result
 
 
-def check_memory(servers: int, documents: int) -> None:
-    """Raises ValueError, before anything large is allocated, where a plan may not fit the memory."""
-    needed, available = planning_bytes(servers, documents), available_bytes()
-    if needed > available:
-        raise ValueError(
-            f"a plan must fit the memory that is free ({available / GIB:.1f} GiB), and {documents} "
-            f"documents over {servers} servers may take {needed / GIB:.1f} GiB, in tables that grow "
-            "with servers x (servers + documents): plan fewer servers, or on a larger machine"
-        )
-
-
-def report(plan: Plan, seconds: Sequence[float]) -> dict:
+def report(plan: Plan, seconds: Sequence[float], judge: Judge) -> dict[str, Any]:
     """A plan as `Plan.load` reads it, with its figures; bytes are of one forward of one layer, bf16.
     seconds: what planning it took, once or several times."""
     bytes_in, bytes_out = plan.bytes_in(), plan.bytes_out()
@@ -205,6 +108,7 @@ def report(plan: Plan, seconds: Sequence[float]) -> dict:
         "bytes_in_max": int(bytes_in.max()),
         "bytes_out_max": int(bytes_out.max()),
         "wire_bytes": plan.wire_bytes(),
+        **judge.figures(plan),
     }
 
 
@@ -235,7 +139,13 @@ def table(plan: Plan, figures: dict, model: str) -> Table:
     result.add_row(
         "max / mean pairs", f"{plan.max_over_mean_home:.3f}", f"{plan.max_over_mean:.3f}"
     )
-    result.add_row("slowest server, ms at H200 peak", attention_ms(home), attention_ms(planned))
+    for name, what in TABLED.items():
+        if name in figures:
+            scale = 1e3 if name == "attention_s_max" else 1
+            before, after = (f"{scale * figures[n]:.3f}" for n in (f"{name}_home", name))
+            result.add_row(what, before, after)
+    if "kernel_times" not in figures:
+        result.add_row("slowest server, ms at H200 peak", attention_ms(home), attention_ms(planned))
     result.add_row("MiB in, mean", "", mib(figures["bytes_in_mean"]))
     result.add_row("MiB in, worst", "", mib(figures["bytes_in_max"]))
     result.add_row("MiB out, worst", "", mib(figures["bytes_out_max"]))
@@ -243,26 +153,12 @@ def table(plan: Plan, figures: dict, model: str) -> Table:
         result.add_row(f"MiB on the wire, {transport}", "", mib(wire))
     result.add_row("planning, ms (median)", "", f"{1e3 * figures['plan_s_median']:.1f}")
     result.caption = "bytes: a server, one forward of one layer, bf16"
+    if "kernel_times" in figures:
+        result.caption += (
+            "; predicted: attention of one layer, forward and backward, from kernel times "
+            f"{figures['kernel_times']}"
+        )
     return result
-
-
-def plot(plan: Plan, path: str | Path) -> None:
-    """Bars of work per server, at home and planned, in units of the mean, as PNG."""
-    width = min(max(6.0, 1.5 + 0.18 * plan.servers), MAX_PLOT_INCHES)
-    figure = Figure(figsize=(width, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    home, planned = plan.home_loads(), plan.loads()
-    mean = max(planned.mean(), 1.0)
-    server = np.arange(plan.servers)
-    axes.bar(server - 0.2, home / mean, 0.4, label=f"home, max {plan.max_over_mean_home:.2f}")
-    axes.bar(server + 0.2, planned / mean, 0.4, label=f"planned, max {plan.max_over_mean:.2f}")
-    axes.axhline(1 + plan.tolerance, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("server")
-    axes.set_ylabel("(query, key) pairs / mean")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)  # never over a bar
-    figure.savefig(path, dpi=150)
 
 
 def run(args: PlanArgs, console: Console | None = None) -> Plan:
@@ -272,27 +168,29 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     """
     console = console or Console()
     shape = model_shape(args.model)
-    check_sizes(args)
-    for path in (args.json, args.plot):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"cannot write {path}: make the folder {path.parent} first")
+    args.check()
+    judge = Judge(
+        None if args.profile is None else named_costs(DEVICES[args.device], args.profile, None),
+        speeds_of(args),
+    )
     everything = read_lengths(args.lengths)
-    prediction = None
-    if args.pp > 1:
-        prediction = schedule_report.predict(
-            everything,
-            servers=args.servers,
-            tokens_per_server=args.tokens_per_server,
-            pp=args.pp,
-            microbatches=args.microbatches,
-            virtual_stages=args.virtual_stages,
-            tp=args.tp,
-            pingpong=args.pingpong,
-            model=args.model,
-            tolerance=args.tolerance,
-        )
     lengths = first_tokens(everything, args.servers * args.tokens_per_server)
     check_memory(args.servers, len(lengths))
+    prediction = None
+    if args.pp > 1:
+        with console.status(f"planning the ticks of a step over {args.servers} servers"):
+            prediction = schedule_report.predict(
+                everything,
+                servers=args.servers,
+                tokens_per_server=args.tokens_per_server,
+                pp=args.pp,
+                microbatches=args.microbatches,
+                virtual_stages=args.virtual_stages,
+                tp=args.tp,
+                pingpong=args.pingpong,
+                model=args.model,
+                tolerance=args.tolerance,
+            )
 
     planner = plan_documents if args.planner is None else load_planner(args.planner)
     options: dict[str, Any] = dict(
@@ -300,6 +198,9 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
         tolerance=args.tolerance, key_ranges=args.key_ranges, node=args.node,
         transport=None if args.transport == "auto" else args.transport,
     )  # fmt: skip
+    # A planner of one's own need not know of what is not asked for.
+    options |= {} if judge.costs is None else {"cost_model": judge.costs}
+    options |= {} if judge.speeds is None else {"speeds": judge.speeds}
 
     def timed(lengths: np.ndarray, servers: int, tokens: int) -> tuple[Plan, float]:
         pool: dict[str, Any] = dict(servers=servers, tokens_per_server=tokens)
@@ -311,11 +212,15 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
         return plan, time.perf_counter() - start
 
     # A run loads the compiled planner once: a small plan that moves work does so here.
-    timed(np.array([8 * TILE_ROWS]), servers=2, tokens=4 * TILE_ROWS)
+    warm = np.array([8 * TILE_ROWS])
+    plan_documents(
+        warm, servers=2, tokens_per_server=4 * TILE_ROWS, num_q_heads=2, num_kv_heads=1, head_dim=64,
+        key_ranges=args.key_ranges,
+    )  # fmt: skip
     with console.status(f"planning {len(lengths)} documents over {args.servers} servers"):
         runs = [timed(lengths, args.servers, args.tokens_per_server) for _ in range(args.repeat)]
     plan = runs[0][0]
-    figures = report(plan, [plan_s for _, plan_s in runs])
+    figures = report(plan, [plan_s for _, plan_s in runs], judge)
     console.print(table(plan, figures, args.model))
     if prediction is not None:
         console.print(schedule_report.table(prediction, args.model))
@@ -323,9 +228,11 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     if plan.fallback_tasks:
         console.print(f"{plan.fallback_tasks} tasks stay at home: a capacity would not hold them")
     if args.json is not None:
-        args.json.write_text(json.dumps(figures))
+        with writing(args.json) as path:
+            path.write_text(json.dumps(figures))
         console.print(f"wrote {args.json}")
     if args.plot is not None:
-        plot(plan, args.plot)
+        with writing(args.plot) as path:
+            plot(plan, path, judge.shares(plan))
         console.print(f"wrote {args.plot}")
     return plan

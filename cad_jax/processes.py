@@ -7,6 +7,7 @@ and so that all of them stop at the same step.
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 
 import jax
@@ -156,14 +157,24 @@ def together[T](action: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
-def from_first_process(action: Callable[[], float]) -> float:
-    """What `action` returns on process 0, to the bit on every process; its ValueError is raised on all."""
-    value = together(action if jax.process_index() == 0 else lambda: 0.0)
+def from_first_process[T](action: Callable[[], T]) -> T:
+    """What `action` returns on process 0, JSON values, on every process (floats to the bit, tuples as
+    lists); its ValueError is raised on all."""
+    alone = jax.process_count() == 1
+    value = together(action if jax.process_index() == 0 else lambda: None)
+    return value if alone else gathered(value)[0]  # pyright: ignore[reportReturnType]
+
+
+def gathered[T](value: T) -> list[T]:
+    """Every process's value, JSON values, in the order of processes. Collective."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     if jax.process_count() == 1:
-        return value
-    bits = np.frombuffer(np.float64(value).tobytes(), np.uint8)  # a float would travel as float32
-    sent = np.asarray(multihost_utils.broadcast_one_to_all(bits), np.uint8)
-    return float(sent.view(np.float64)[0])
+        return [json.loads(text.tobytes())]
+    sizes = np.ravel(multihost_utils.process_allgather(np.int32(len(text))))
+    row = np.zeros(int(sizes.max()), np.uint8)
+    row[: len(text)] = text
+    rows = np.asarray(multihost_utils.process_allgather(row), np.uint8)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def first_process(action: Callable[[], None]) -> None:

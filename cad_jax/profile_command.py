@@ -1,7 +1,6 @@
 """`cad-jax profile`: what this machine's device takes for its work, into a CSV for the cost model."""
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +11,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cad_jax.attention.varlen import KERNEL_NAMES
-from cad_jax.profiler import (
-    SIZES,
-    Dtype,
-    collect,
-    default_model,
-    measurements,
-)
+from cad_jax.command_line import check_number, check_outputs, run_command, writing
+from cad_jax.profiler import SIZES, Dtype, collect, default_model, measurements
 from cad_jax.sharding.cost import model_shape
 from cad_jax.sharding.profile_table import AttentionRow, LinearRow, Profile, TransferRow
 from cad_jax.timing import measure, pin_to_one_core
 
-USER_ERROR = 2  # exit code
+MAX_CPU_DEVICES = 256
 
 
 @dataclass(frozen=True)
@@ -48,18 +42,16 @@ def run(args: ProfileArgs, console: Console) -> Profile:
     """Measure, write, report.
 
     Raises:
-        ValueError: arguments that fit nothing, or a kernel that refuses; the message names the cure.
-        OSError: the file cannot be written.
+        ValueError: arguments that fit nothing, a kernel that refuses, or a file that cannot be written; the
+            message names the cure.
     """
     if args.kernel not in KERNEL_NAMES:
         raise ValueError(f"--kernel must be one of {', '.join(KERNEL_NAMES)}, got {args.kernel!r}")
-    if args.cpu_devices < 1:
-        raise ValueError(
-            f"--cpu-devices must be at least 1, got {args.cpu_devices}: 2 measures transports as well"
-        )
+    check_number(
+        "--cpu-devices", args.cpu_devices, 1, MAX_CPU_DEVICES, "2 measures transports as well"
+    )
     given = model_shape(args.model) if args.model else None
-    if not args.out.parent.is_dir():
-        raise ValueError(f"cannot write {args.out}: make the folder {args.out.parent} first")
+    check_outputs({"--out": args.out})
     jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     pin_to_one_core()
     model, dtype = default_model()
@@ -73,7 +65,8 @@ def run(args: ProfileArgs, console: Console) -> Profile:
         task = bar.add_task("measuring", total=len(works) * (sizes.rounds + 1))
         measure(works, sizes.rounds, lambda: bar.advance(task))
     result = collect(timed, model, dtype, args.kernel, (note,))
-    result.save(args.out)
+    with writing(args.out) as path:
+        result.save(path)
     console.print(table(result))
     console.print(f"wrote {args.out}")
     return result
@@ -126,15 +119,4 @@ def main(arguments: list[str]) -> int:
         "bytes on the device this runs on, and write them as CSV for plans and simulations.",
         args=arguments,
     )
-    try:
-        run(args, Console())
-    except ValueError as error:
-        print(f"cad-jax profile: {error}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as error:
-        print(
-            f"cad-jax profile: {error.filename} cannot be written ({error.strerror}): name another file",
-            file=sys.stderr,
-        )
-        return USER_ERROR
-    return 0
+    return run_command("profile", lambda: run(args, Console()))

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from cad_jax.attention.strategies import Strategy
+from cad_jax.attention_config import AttentionConfig
 from cad_jax.processes import together
 from cad_jax.sharding import exchange
 from cad_jax.sharding.capacities import home_capacities
@@ -43,21 +44,34 @@ from cad_jax.xla_options import gpu_options
 TOKENS = 160  # of a rank: blocks of very different size, and some of none
 ROUNDS = 3  # other values each
 TIMEOUT_S = 600.0  # compilation and the first start of NCCL included
+AGREEMENT_S = 60.0  # by which processes may be apart besides
 
 type Strategies = tuple[Strategy, Strategy | None]
 
 
-def check_platform(transport: str, platform: str) -> None:
+def check_platform(attention: AttentionConfig, platform: str) -> None:
     """Refuse the ragged exchange on devices that have none.
 
     Raises:
-        ValueError: transport is "ragged" and platform (of JAX's devices) is not "gpu".
+        ValueError: the run asks for ragged and platform (of JAX's devices) is not "gpu".
     """
-    if transport == "ragged" and platform != "gpu":
+    if attention.asked_transport == "ragged" and platform != "gpu":
         raise ValueError(
-            f"attention.transport (=ragged) needs GPUs: JAX's backend {platform!r} has no ragged "
-            "all-to-all; use --attention.transport auto, direct or relay, or --mesh.platform cuda"
+            f"{_where(attention)} needs GPUs: JAX's backend {platform!r} has no ragged all-to-all; "
+            f"{_cure(attention)}, or --mesh.platform cuda"
         )
+
+
+def _where(attention: AttentionConfig) -> str:
+    """The setting that asks for ragged."""
+    given = attention.capacities is not None
+    return f"attention.{'capacities.' if given else ''}transport (=ragged)"
+
+
+def _cure(attention: AttentionConfig) -> str:
+    if attention.capacities is not None:
+        return "leave attention.capacities out, or take those of another transport"
+    return "use --attention.transport auto, direct or relay"
 
 
 def proven_strategies(
@@ -65,7 +79,8 @@ def proven_strategies(
     *,
     mesh: Mesh,
     platform: str,
-    transport: str,
+    attention: AttentionConfig,
+    kept: str | None = None,
     heads: HeadShape,
     dtype: DTypeLike,
     say: Callable[[str], None],
@@ -76,7 +91,8 @@ def proven_strategies(
     Args:
       make: a run's strategies, with the transports that "auto" chooses from.
       platform: of the mesh's devices, as JAX names it.
-      transport: what the run asks for.
+      attention: what the run asks for.
+      kept: the transport that "auto" came to earlier in this run, and comes to again where it works.
       heads, dtype: of one device; of q, k and v.
       say: for people.
 
@@ -84,17 +100,22 @@ def proven_strategies(
       ValueError: the run asks for ragged and that fails; or the self-test does not come to an end, after
         which the devices of this process are of no use.
     """
-    made = make(tuple(TRANSPORT_HOPS) if platform == "gpu" else DENSE_TRANSPORTS)
+    candidates = tuple(TRANSPORT_HOPS) if platform == "gpu" else DENSE_TRANSPORTS
+    if kept is not None and kept in candidates:
+        candidates = (kept,)
+    elif kept is not None:
+        say(f"the run used {kept} exchanges, which {platform!r} does not have: choosing anew")
+    made = make(candidates)
     if all(strategy is None or strategy.transport != "ragged" for strategy in made):
         return made
     say("testing the ragged exchange on this mesh, bit for bit against the direct one")
     trouble = find_trouble(mesh, heads, dtype)
     if trouble is None:
         return made
-    if transport != "auto":
+    if attention.asked_transport != "auto":
         raise ValueError(
-            f"attention.transport (=ragged) must pass its self-test on this mesh, and {trouble}; use "
-            "--attention.transport relay"
+            f"{_where(attention)} must pass its self-test on this mesh, and {trouble}; "
+            f"{_cure(attention)}"
         )
     say(f"no ragged exchange: {trouble}")
     return make(DENSE_TRANSPORTS)
@@ -106,17 +127,24 @@ def find_trouble(
     """What is wrong with the ragged exchange on this mesh, None where it passes its self-test.
 
     Raises:
-      ValueError: it did not come to an end within timeout_s.
+      ValueError: it did not come to an end within timeout_s, here or in another process.
     """
     trouble = None
     try:
-        wrong = _within(timeout_s, lambda: _wrong_elements(mesh, heads, dtype))
+        wrong = _within(timeout_s, lambda: _wrong_elements(mesh, heads, dtype), "did not")
         if wrong:
             trouble = f"{wrong:,} elements differed from the direct exchange's"
     except jax.errors.JaxRuntimeError as error:
         trouble = f"XLA failed ({str(error).splitlines()[0][:300]})"
     try:
-        together(lambda: _raise_if(trouble))
+        # A process that hangs leaves after timeout_s, and those that wait for it must not wait for ever.
+        _within(
+            timeout_s + AGREEMENT_S,
+            lambda: together(lambda: _raise_if(trouble)),
+            "did not in another process",
+        )
+    except _TimedOutError:
+        raise
     except ValueError as error:  # on all processes, whichever of them saw it
         return str(error)
     return None
@@ -127,9 +155,13 @@ def _raise_if(trouble: str | None) -> None:
         raise ValueError(trouble)
 
 
-def _within(timeout_s: float, action: Callable[[], int]) -> int:
+class _TimedOutError(ValueError):
+    """Not a result of the self-test: it has none."""
+
+
+def _within[T](timeout_s: float, action: Callable[[], T], otherwise: str) -> T:
     """`action()`, in a thread of its own: what hangs on a device cannot be stopped, only left."""
-    result: list[int] = []
+    result: list[T] = []
     failure: list[Exception] = []
 
     def run() -> None:
@@ -144,8 +176,8 @@ def _within(timeout_s: float, action: Callable[[], int]) -> int:
     if failure:
         raise failure[0]
     if not result:
-        raise ValueError(
-            f"the self-test of the ragged exchange must end within {timeout_s:.0f} s and did not: "
+        raise _TimedOutError(
+            f"the self-test of the ragged exchange must end within {timeout_s:.0f} s and {otherwise}: "
             "XLA's ragged all-to-all hangs on this mesh; use --attention.transport relay"
         )
     return result[0]

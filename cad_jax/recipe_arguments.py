@@ -33,6 +33,22 @@ class RopeScalingOptions:
     """Context length of pretraining."""
 
 
+MODEL_HELP = {
+    "vocab_size": "Tokens of the tokenizer's vocabulary; the recipe's tokenizer must have as many.",
+    "embedding_dim": "E: width of a token between layers.",
+    "num_layers": "L: transformer layers.",
+    "num_q_heads": "H: query heads of a layer.",
+    "num_kv_heads": "K: key and value heads; each serves H / K query heads.",
+    "head_dim": "D: width of a head, even.",
+    "ffn_dim": "F: width of the feed-forward's hidden layer.",
+    "rope_theta": "Base of the rotary embedding's wavelengths; Llama 2 has 10000, Llama 3 500000.",
+    "norm_eps": "Added to the mean square in RMSNorm.",
+    "tied_embeddings": "Embedding and head share their weights.",
+    "dtype": "Of compute; parameters are float32 in any case.",
+    "vocab_multiple": "The stored vocabulary is padded to a multiple of this.",
+}
+
+
 def _model_options(info: StructTypeInfo) -> StructConstructorSpec | None:
     """LlamaConfig's fields as options. tyro makes a choice of subcommands of a part that may be
     None; here rope_scaling has an option for each of its fields, as every other part has."""
@@ -59,7 +75,10 @@ def _model_options(info: StructTypeInfo) -> StructConstructorSpec | None:
         return LlamaConfig(rope_scaling=None, **sizes)
 
     make.__doc__ = LlamaConfig.__doc__  # tyro's heading over the options
-    fields = tuple(StructFieldSpec(name, hints[name], value) for name, value in values.items())
+    fields = tuple(
+        StructFieldSpec(name, hints[name], value, MODEL_HELP.get(name))
+        for name, value in values.items()
+    )
     return StructConstructorSpec(make, fields)
 
 

@@ -47,11 +47,16 @@ def predict(
             f"servers (={servers}) must be divisible by pp (={pp}): every stage has as many ranks; "
             f"use {-(-servers // pp) * pp} servers"
         )
-    layers, parts = model_shape(model).num_layers, pp * virtual_stages
+    layers, parts, dp = model_shape(model).num_layers, pp * virtual_stages, servers // pp
     if virtual_stages >= 1 and layers % parts:
         raise ValueError(
             f"layers of {model} (={layers}) must be divisible by pp x virtual_stages (={pp} x "
             f"{virtual_stages}), each virtual stage holds as many: use other numbers of either"
+        )
+    if pingpong and dp * tokens_per_server % 2:
+        raise ValueError(
+            f"servers / pp x tokens_per_server (= {dp} x {tokens_per_server}) must be even for ping-pong, "
+            "which halves a stage's microbatch: use an even number of tokens per server"
         )
     # Before the schedule: its tables grow with the microbatches.
     if microbatches >= 1 and int(lengths.sum()) < microbatches:
@@ -59,7 +64,7 @@ def predict(
             f"a step needs documents for each of its {microbatches} microbatches, and these have "
             f"{int(lengths.sum())} tokens in all: give more documents, or fewer microbatches"
         )
-    schedule, dp = interleaved(pp, microbatches, virtual_stages), servers // pp
+    schedule = interleaved(pp, microbatches, virtual_stages)
     longest, tokens = int(lengths.max()), dp * tokens_per_server
     if longest > tokens:
         raise ValueError(

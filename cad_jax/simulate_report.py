@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,134 +15,31 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cad_jax.command_line import writing
+from cad_jax.lengths_report import read_lengths
 from cad_jax.pipeline.prediction import first_microbatches
-from cad_jax.plan_report import check_memory, read_lengths
+from cad_jax.pool_limits import check_memory
 from cad_jax.sharding.clusters import CHIPS, USABLE_MEMORY
 from cad_jax.sharding.cost import DEVICES, model_shape
 from cad_jax.sharding.cost_model import CostModel
 from cad_jax.sharding.nano_batches import pack_halves
 from cad_jax.sharding.packing import pack_step
+from cad_jax.simulate_args import SimulateArgs, Strategy
+from cad_jax.simulation.causes import with_causes
 from cad_jax.simulation.named_costs import named_costs
 from cad_jax.simulation.setting import Setting, StepResult
-from cad_jax.simulation.step import Overlap, pooled_step, pooled_works, stage_step, stage_works
+from cad_jax.simulation.step import pooled_step, pooled_works, stage_step, stage_works
 from cad_jax.simulation.trace import plot_timeline, write_trace
 from cad_jax.simulation.wlb import best_wlb_step, check_microbatches
 from cad_jax.simulation.workloads import (
     LONG_TOKENS,
     PUBLISHED,
     SHORT_DOCUMENT_TOKENS,
-    WORKLOADS,
     batches,
 )
 
-Strategy = Literal["cad", "published", "home", "all_gather", "ring", "wlb"]
 GIB = 2**30
-PIPELINE_MICROBATCHES = 8  # where stages are asked for and microbatches are not
 MANY_RANKS = 512  # from here on a strategy takes minutes
-
-
-@dataclass(frozen=True)
-class SimulateArgs:
-    """Simulates one training step, event by event, under each strategy. Everything printed is simulated."""
-
-    ranks: int
-    """Ranks of the pool, all pipeline stages together; each is tp devices."""
-    tokens_per_rank: int
-    """Tokens of a rank in a nano-batch."""
-    lengths: Path | None = None
-    """File with one document length in tokens a line, packed as in training, at least a whole step of
-    them; or give --workload."""
-    workload: str | None = None
-    """Instead of --lengths: pretrain, prolong (as published), shuffled, mixed or one_long."""
-    longest_tokens: int = 131_072
-    """Longest document of --workload."""
-    strategies: tuple[Strategy, ...] = ("cad", "published", "home", "all_gather", "ring", "wlb")
-    """Which to simulate; the trace and the plot show the first, and ratios are to it. cad: this
-    project's plans. published: the planner of the published system. home: nothing is planned.
-    all_gather, ring: every document over all ranks of a stage, keys gathered or passed around. wlb:
-    variable-length packing (WLB-LLM), the published baseline."""
-    model: str = "llama3-8b"
-    """Whose layers: llama3-8b, llama3-70b, llama-34b and others."""
-    device: str = "h200"
-    """Of the cluster: h200, h100, a100, b200, cpu."""
-    profile: str | None = None
-    """Kernel times: a CSV of `cad-jax profile`, the name of one that ships (h200_fa2, h200_fa3, cpu), or
-    "analytic" for a fixed fraction of the device's peak. By default h200_fa3 on h100 and h200, cpu on
-    cpu, else analytic."""
-    tp: int = 8
-    """Devices that share a rank's tokens."""
-    tp_splits: Literal["weights", "tokens"] = "tokens"
-    """What tp splits outside attention, for the memory."""
-    pp: int = 1
-    """Pipeline stages."""
-    microbatches: int | None = None
-    """Of a step, on every rank; by default 8 with stages, 1 without."""
-    tolerance: float = 0.05
-    """Of cad and of the published planner."""
-    transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
-    """Of cad; auto takes direct or relay; ragged moves only the rows needed, without padding."""
-    overlap: Overlap = "pingpong"
-    """How cad and the published planner's exchanges lie beside compute."""
-    between_nodes_gb_s: float | None = None
-    """Network of a GPU per direction, 1e9 bytes/s; by default the device's."""
-    recompute: float = 1.0
-    """Share of the linear layers that a backward runs again; this trainer runs all of them."""
-    all_remote: bool = False
-    """Count every exchange between ranks at the speed of the network between nodes, also where ranks
-    share a node."""
-    headroom: float = 1.0
-    """Of wlb, at least 1: a microbatch may hold so many times the mean tokens, and needs memory for
-    them; the published baseline ran with 1, no room at all."""
-    json: Path | None = None
-    """Write the figures here."""
-    trace: Path | None = None
-    """Write the first strategy's events here, for ui.perfetto.dev."""
-    plot: Path | None = None
-    """Draw the first strategy's timeline here (PNG)."""
-
-    @property
-    def step_microbatches(self) -> int:
-        """M, given or by default."""
-        return self.microbatches or (PIPELINE_MICROBATCHES if self.pp > 1 else 1)
-
-    def check(self) -> None:
-        """Raises ValueError for arguments that are wrong by themselves."""
-        if (self.lengths is None) == (self.workload is None):
-            raise ValueError("give documents once: either --lengths FILE or --workload NAME")
-        if self.workload is not None and self.workload not in WORKLOADS:
-            raise ValueError(
-                f"--workload must be one of {', '.join(WORKLOADS)}, got {self.workload}"
-            )
-        if self.device not in DEVICES:
-            raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {self.device}")
-        if not self.strategies:
-            raise ValueError("--strategies must name at least one: cad, for instance")
-        if len(set(self.strategies)) < len(self.strategies):
-            raise ValueError(
-                f"--strategies must name each once, got {' '.join(self.strategies)}: leave out the second"
-            )
-        if self.plot is not None and self.plot.suffix.lower() != ".png":
-            raise ValueError(f"--plot (={self.plot}) must name a file that ends in .png: add that")
-        for name in ("ranks", "tokens_per_rank", "tp", "pp", "microbatches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} must be at least 1, got {value}: use 1 or more")
-        if self.headroom < 1:
-            raise ValueError(
-                f"--headroom must be at least 1, got {self.headroom}: 1 is none at all"
-            )
-        if not 0 <= self.recompute <= 1:
-            raise ValueError(
-                f"--recompute must be from 0 to 1, got {self.recompute}: 1 is all of it"
-            )
-        if self.between_nodes_gb_s is not None and not self.between_nodes_gb_s > 0:
-            raise ValueError(
-                f"--between-nodes-gb-s must be positive, got {self.between_nodes_gb_s}: 50 is 400 Gb/s"
-            )
-        for path in (self.json, self.trace, self.plot):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"cannot write {path}: make the folder {path.parent} first")
 
 
 def cost_model(args: SimulateArgs) -> CostModel:
@@ -224,6 +120,7 @@ def simulate(args: SimulateArgs, console: Console) -> Simulation:
         model_shape(args.model), cost_model(args), args.ranks, args.tp, args.pp, args.recompute,
         args.all_remote, head=True, tokens_over_tp=args.tp_splits == "tokens",
     )  # fmt: skip
+    setting = with_causes(setting, args.causes)
     _ = setting.heads  # refuses a tp that does not divide them
     packings = (args.step_microbatches, 2 * args.step_microbatches)
     if "wlb" in args.strategies:
@@ -233,6 +130,8 @@ def simulate(args: SimulateArgs, console: Console) -> Simulation:
     nano_batches = len(documents[0])
     tokens = 2 * args.tokens_per_rank // nano_batches
     longest = max(int(n.max(initial=0)) for m in documents for n in m)
+
+    names = feasible(args.strategies, tokens, console)
 
     def pooled(name: Literal["cad", "published"]) -> StepResult:
         transport = None if args.transport == "auto" else args.transport
@@ -271,13 +170,25 @@ def simulate(args: SimulateArgs, console: Console) -> Simulation:
             "an answer sooner"
         )
     results = []
-    for nth, name in enumerate(args.strategies, 1):
+    for nth, name in enumerate(names, 1):
         began = time.perf_counter()
-        with console.status(f"simulating {name}, {nth} of {len(args.strategies)}"):
+        with console.status(f"simulating {name}, {nth} of {len(names)}"):
             results.append(run[name]())
         if many:
             console.print(f"{name}: simulated in {time.perf_counter() - began:.0f} s")
     return Simulation(results, padding_share(args, documents))
+
+
+def feasible(names: Sequence[Strategy], tokens: int, console: Console) -> list[Strategy]:
+    """Strategies without the published planner where a rank's `tokens` in a nano-batch are odd: it deals in pairs
+    of equal halves. ValueError where no other was asked for."""
+    if tokens % 2 == 0 or "published" not in names:
+        return list(names)
+    cure = f"an even number of tokens of a rank in a nano-batch, got {tokens}"
+    if len(names) == 1:
+        raise ValueError(f"the published planner needs {cure}: use an even --tokens-per-rank")
+    console.print(f"published is left out: its planner needs {cure}")
+    return [name for name in names if name != "published"]
 
 
 def usable_bytes(device: str) -> float | None:
@@ -299,7 +210,7 @@ def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     columns: dict[str, Callable[[StepResult, dict[str, float]], str]] = {
         "strategy": lambda r, f: r.strategy.replace("wlb ", "wlb\n"),
-        "s": lambda r, f: f"{r.step_s:.3f}",
+        "s": lambda r, f: f"{r.step_s:.4g}",
         "ratio": lambda r, f: f"{r.step_s / results[0].step_s:.3f}",
         "MFU": lambda r, f: "-" if math.isnan(r.mfu) else f"{r.mfu:.1%}",
         "ex-\nposed": lambda r, f: f"{f['exposed_communication']:.1%}",
@@ -326,7 +237,7 @@ def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
     result.caption = (
         f"ratio: seconds over {results[0].strategy}'s; idle: share of all rank-seconds without work of a "
         f"rank's own; exposed: of them, on the network; {bubble if args.pp > 1 else ''}"
-        f"sent: GiB of a device; held: GiB of its memory{beyond}, derived, of published and wlb as those "
+        f"sent: GiB of a device, in bfloat16; held: GiB of its memory{beyond}, derived, of published and wlb as those "
         f"systems keep it; kernel times {label}; MFU counts causal FLOPs, backward 2 times (linear) and "
         "2.5 times (attention) the forward, nothing run again; parameter collectives, optimizer and host "
         f"take no time; padding {simulation.padding:.1%} of the step's tokens"
@@ -378,15 +289,19 @@ def run(args: SimulateArgs, console: Console | None = None) -> list[StepResult]:
             )
     first = results[0]
     if args.json is not None:
-        args.json.write_text(json.dumps(figures(simulation, args, label), indent=1))
+        with writing(args.json) as path:
+            path.write_text(json.dumps(figures(simulation, args, label), indent=1))
         console.print(f"wrote {args.json}")
     if args.trace is not None:
-        write_trace(first.timeline.events, args.ranks, args.trace)
+        with writing(args.trace) as path:
+            write_trace(first.timeline.events, args.ranks, path)
         console.print(f"wrote {args.trace}")
     if args.plot is not None:
         title = (
-            f"{first.strategy}: {args.model}, {args.ranks} ranks, {first.step_s:.2f} s simulated"
+            f"{first.strategy}: {args.model}, ranks {args.ranks}, {first.step_s:.3g} s simulated; white: "
+            "waiting" + ("; masked: a stage without a microbatch" if args.pp > 1 else "")
         )
-        plot_timeline(first.timeline.events, args.ranks, title, args.plot)
+        with writing(args.plot) as path:
+            plot_timeline(first.timeline.events, args.ranks, title, path)
         console.print(f"wrote {args.plot}")
     return results

@@ -2,15 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import jax
 import numpy as np
 
-from cad_jax.config import CONFIG_FILE, RunConfig, load_config
-from cad_jax.data import DocumentBatches
-from cad_jax.processes import from_first_process
-from cad_jax.sharding.cost import DEVICES, Device, ModelShape, find_device
+from cad_jax.attention_config import AttentionConfig
+from cad_jax.config import RunConfig
+from cad_jax.sharding.cost import Device, ModelShape
 from cad_jax.sharding.cost_model import CostModel, analytic, from_csv, shipped
 from cad_jax.sharding.tasks import DENSE_TRANSPORTS
 from cad_jax.simulation.advice import TIE, TRANSPORTS, choose_tolerance
@@ -20,33 +17,6 @@ from cad_jax.simulation.setting import Setting
 UNUSED_TOLERANCE = 0.05  # recorded for strategies that balance nothing
 MICROBATCHES = 4  # simulated, at least
 _PROFILED = ("h100", "h200")
-
-
-def settled(
-    config: RunConfig, data: DocumentBatches, folder: Path, resume: bool, say: Callable[[str], None]
-) -> RunConfig:
-    """The run with a tolerance: its own; where it leaves that open, the one that it began with; else the one
-    of fewest predicted seconds for its first documents. Collective; the same on every process.
-
-    Raises:
-        ValueError: the folder's configuration cannot be read.
-    """
-    if config.attention.tolerance is not None:
-        return config
-
-    def chosen() -> float:
-        if resume and (folder / CONFIG_FILE).exists():
-            begun = load_config(folder).attention.tolerance
-            if begun is not None:
-                return begun
-        count = sample_count(config)
-        samples = data.sample_nano_lengths(2 * count)[count:]  # at first packing holds none back
-        device = find_device(jax.devices()[0].device_kind) or DEVICES["h200"]
-        return predicted_tolerance(
-            config, samples, data.max_document_tokens, device=device, say=say
-        )
-
-    return with_tolerance(config, from_first_process(chosen))
 
 
 def sample_count(config: RunConfig) -> int:
@@ -113,7 +83,7 @@ def _trials(
         model.head_dim, model.ffn_dim, model.vocab_size,
     )  # fmt: skip
     setting = Setting(
-        shape, _costs(device, config.attention.kernel), mesh.servers, mesh.tp, mesh.pp,
+        shape, _costs(device, config.attention), mesh.servers, mesh.tp, mesh.pp,
         again=float(config.training.remat != "none"), head=True,
         tokens_over_tp=mesh.tp_splits == "tokens",
     )  # fmt: skip
@@ -126,9 +96,13 @@ def _trials(
     return Trials(setting, steps, config.tokens_per_server, longest)
 
 
-def _costs(device: Device, kernel: str) -> CostModel:
+def _costs(device: Device, attention: AttentionConfig) -> CostModel:
+    if attention.profile is not None:
+        return from_csv(attention.profile, device)
     if device.name == "cpu":
         return from_csv(shipped("cpu"), device)
     if device.name in _PROFILED:
-        return from_csv(shipped("h200_fa3" if kernel == "tokamax" else "h200_fa2"), device)
+        return from_csv(
+            shipped("h200_fa3" if attention.kernel == "tokamax" else "h200_fa2"), device
+        )
     return analytic(device)

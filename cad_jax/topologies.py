@@ -52,8 +52,9 @@ def check_compiler() -> None:
     if not any(importlib.util.find_spec(plugin) for plugin in PLUGINS):
         raise ValueError(
             f"compiling for GPUs needs JAX's CUDA plugin ({' or '.join(PLUGINS)}), and none is "
-            "installed: pip install 'cad-jax[aot]', which brings the compiler and nothing that "
-            "needs a GPU"
+            "installed: in the project's folder, in an environment of its own, run pip install -c "
+            "constraints.txt -e '.[aot]', which brings the compiler and nothing that needs a GPU; or use "
+            ".venv-aot/bin/cad-jax after make test-aot"
         )
 
 

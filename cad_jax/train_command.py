@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -14,6 +14,10 @@ from cad_jax.recipe_arguments import recipe_field, recipe_registry
 from cad_jax.train import NonFiniteLossError
 
 USER_ERROR, RUN_STOPPED = 2, 1  # exit codes
+RESUME = (
+    "Go on from the newest checkpoint of --folder. Model, data, optimizer, batch and placement must be as they "
+    "were; mesh, attention and --steps may differ."
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,11 @@ def parse(arguments: list[str]) -> TrainArgs:
     """The arguments after `cad-jax train`. Exits with code 2 and a message if they are wrong."""
     fields: list[Any] = [
         ("config", *recipe_field()),
-        ("resume", tyro.conf.FlagCreatePairsOff[bool], False),
+        (
+            "resume",
+            Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(help=RESUME)],
+            False,
+        ),
         ("process", tyro.conf.OmitArgPrefixes[ProcessConfig], ProcessConfig()),
     ]
     shape = dataclasses.make_dataclass("TrainArgs", fields, frozen=True)

@@ -2,7 +2,7 @@
 
     .venv/bin/python experiments/planning.py plans      # bytes and planning time, 8 to 512 servers
     .venv/bin/python experiments/planning.py placement  # orders of a step's documents
-    .venv/bin/python experiments/planning.py bounds     # against a mixed-integer solver
+    .venv/bin/python experiments/planning.py bounds     # against a mixed-integer solver, and a lower bound
 
 Bytes are derived from plans (one forward of one layer, Llama-3-8B, bf16, 64K tokens a server, tolerance
 0.05); times are CPU seconds of this process, measured. Reads ../shared/data, writes results/.
@@ -25,10 +25,11 @@ from cad_jax.sharding.placement import place  # noqa: E402
 from cad_jax.sharding.plan import Plan  # noqa: E402
 from cad_jax.sharding.planner import plan_documents  # noqa: E402
 from cad_jax.sharding.planners import wire_cost  # noqa: E402
-from cad_jax.sharding.tasks import TILE_ROWS  # noqa: E402
+from cad_jax.sharding.routing import route  # noqa: E402
+from cad_jax.sharding.tasks import DENSE_TRANSPORTS, TILE_ROWS  # noqa: E402
 from cad_jax.timing import hardware  # noqa: E402
 from tests.generators import REAL_LENGTH_LISTS, real_batches  # noqa: E402
-from tests.sharding.exact_plans import best_units  # noqa: E402
+from tests.sharding.exact_plans import best_units, least_worst  # noqa: E402
 from tests.sharding.strided_batches import strided_batches  # noqa: E402
 from tests.sharding.test_planner import PLAIN_GREEDY_MIB  # noqa: E402
 
@@ -36,6 +37,8 @@ TOKENS, BATCHES, MIB = 65536, 6, 2**20
 HEADS: dict[str, Any] = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
 KINDS = {"whole prefixes": ("relay", 1), "key sub-ranges": ("ragged", 8)}
 BOUND_TILE = 4096  # rows of a tile the solver works in
+BOUND_CELLS = 32768, 16384  # tokens of a cell of the lower bound: the better one counts
+SOLVED_BATCHES = 2
 SOLVER_S = 20.0
 
 
@@ -63,6 +66,20 @@ def timed_plan(lengths: np.ndarray, options: dict, repeats: int) -> tuple[Plan, 
     return plan, float(np.median(seconds))
 
 
+def on_the_wire(plan: Plan) -> tuple[float, float]:
+    """(the busiest rank's max(in, out) over the mean of ranks, the part of a rank's bytes that is padding),
+    forward, under the plan's transport: what relays take in and pass on is counted as well."""
+    routing = route(plan, plan.capacities.transport)
+    hops = (*routing.dispatch.pair_units, *(units.T for units in routing.output.pair_units))
+    others = 1 - np.eye(plan.servers, dtype=np.int64)
+    between = np.sum([units * others for units in hops], axis=0)
+    busiest = max(between.sum(1).max(), between.sum(0).max())
+    mean = between.sum() / plan.servers
+    blocks = sum(int(units.max()) for units in hops) * (plan.servers - 1)
+    dense = plan.capacities.transport in DENSE_TRANSPORTS
+    return float(busiest / mean), float(1 - mean / blocks) if dense else 0.0
+
+
 def plans() -> list[dict]:
     rows = []
     for name in REAL_LENGTH_LISTS:
@@ -74,8 +91,10 @@ def plans() -> list[dict]:
                     plan, cpu_s = timed_plan(lengths, options, 5)
                     came, left = plan.bytes_in() / MIB, plan.bytes_out() / MIB
                     busiest = np.maximum(came, left).max() / came.mean()
-                    figures.append((came.mean(), came.max(), busiest, 1e3 * cpu_s))
-                mean, worst, busiest, cpu_ms = np.mean(figures, 0)
+                    wire = on_the_wire(plan)
+                    figures.append((came.mean(), came.max(), busiest, *wire, 1e3 * cpu_s))
+                mean, worst, busiest, filled, padding, cpu_ms = np.mean(figures, 0)
+                sent = 1.0 if way[0] in DENSE_TRANSPORTS else filled  # dense blocks have one size
                 query, key, plain_worst = PLAIN_GREEDY_MIB.get((name, servers), (np.nan,) * 3)
                 rows.append(
                     {
@@ -84,6 +103,9 @@ def plans() -> list[dict]:
                         "mean_over_plain": f"{mean / (query + key):.3f}",
                         "worst_over_plain": f"{worst / plain_worst:.3f}",
                         "busiest_in_or_out_over_mean_in": f"{busiest:.2f}",
+                        "busiest_on_the_wire_padded": f"{sent:.2f}",
+                        "busiest_on_the_wire_unpadded": f"{filled:.2f}",
+                        "padding": f"{padding:.3f}",
                         "planning_cpu_ms": f"{cpu_ms:.2f}",
                     }
                 )  # fmt: skip
@@ -121,10 +143,27 @@ def placement() -> list[dict]:
 
 
 def bounds() -> list[dict]:
-    """Eight servers, documents rounded to whole tiles; units in: their sum and S times the worst."""
+    """Eight servers: MiB in of the worst one, and what no plan with whole prefixes at 1.05 is below. Of the first
+    batches also, with documents rounded to whole tiles, the sum of units in and S times the worst one's."""
     rows = []
     for name in REAL_LENGTH_LISTS:
-        for number, lengths in enumerate(batches(name, 8)[:2]):
+        for number, lengths in enumerate(batches(name, 8)):
+            plan = plan_documents(lengths, **arguments(name, 8, "relay", 1))
+            unit_mib = plan.heads.unit_heads * plan.heads.head_dim * 2 / MIB
+            most = int(1.05 * plan.loads().mean())
+            least = max(
+                least_worst(lengths, 8, TOKENS, plan.heads, most, cell, SOLVER_S)
+                for cell in BOUND_CELLS
+            )
+            row = {
+                "list": name, "batch": number, "worst_mib": f"{plan.bytes_in().max() / MIB:.0f}",
+                "least_worst_mib": f"{least * unit_mib:.0f}", "units": "", "solver_s": SOLVER_S,
+                "over_best_found": "", "over_proven_least": "",
+            }  # fmt: skip
+            rows.append(row)
+            if number >= SOLVED_BATCHES:
+                print(row, flush=True)
+                continue
             ends = np.rint(np.cumsum(lengths) / BOUND_TILE).astype(np.int64) * TILE_ROWS
             tiled = np.diff(np.append(0, ends))
             tiled = tiled[tiled > 0]
@@ -135,14 +174,12 @@ def bounds() -> list[dict]:
             loads = plan.loads()
             most = max(int(loads.max()), int(1.05 * loads.mean()))
             found = best_units(tiled, 8, tokens, plan.heads, most, SOLVER_S)
-            rows.append(
-                {
-                    "list": name, "batch": number, "units": f"{ours:.0f}", "solver_s": SOLVER_S,
-                    "over_best_found": f"{ours / found.best:.3f}",
-                    "over_proven_least": f"{ours / found.least:.3f}",
-                }
-            )  # fmt: skip
-            print(rows[-1], flush=True)
+            row |= {
+                "units": f"{ours:.0f}",
+                "over_best_found": f"{ours / found.best:.3f}",
+                "over_proven_least": f"{ours / found.least:.3f}",
+            }
+            print(row, flush=True)
     return rows
 
 

@@ -21,7 +21,8 @@ from cad_jax.feed import local_ranks, place_ranks, place_whole
 from cad_jax.launch import launch
 from cad_jax.model import Llama
 from cad_jax.parameters import Parallelism, describe, init, shardings
-from cad_jax.processes import PlanDisagreementError, ProcessConfig, start_devices
+from cad_jax.processes import PlanDisagreementError, ProcessConfig, gathered, start_devices
+from cad_jax.settled import with_first_speeds
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.train_step import SERVERS
 from tests.tiny_runs import tiny_config, with_changes
@@ -109,6 +110,12 @@ def main(folder: str, corpus: str, processes: str, coordinator: str, process_id:
         ),
     }
     (Path(folder) / f"refusals_{process_id}.json").write_text(json.dumps(refusals))
+    speeds = with_changes(config, attention={"speeds": f"{folder}/speeds_{process_id}.txt"})
+    agreed = {
+        "speeds": with_first_speeds(speeds).attention.server_speeds,
+        "gathered": gathered([process.process_id, "x" * (3 + process.process_id), 0.1]),
+    }
+    (Path(folder) / f"agreed_{process_id}.json").write_text(json.dumps(agreed))
     launch(pipeline_config(Path(folder) / "pipeline", corpus))
 
 

@@ -23,15 +23,20 @@ def advice_for(folder: Path, lengths: Sequence[int], **changed: Any) -> tuple[Ad
     path = folder / "lengths.txt"
     path.write_text("\n".join(map(str, lengths)))
     arguments: dict[str, Any] = {
-        "topology": "h200:8x8", "tokens_per_rank": 16_384, "steps": 2, "model": "llama3-1b",
+        "topology": "h200:8x8", "tokens_per_rank": 16_384, "steps": 1, "model": "llama3-1b",
     }  # fmt: skip
     text = io.StringIO()
     args = AdviseArgs(path, **(arguments | changed))
     return run(args, Console(file=text, width=200)), text.getvalue()
 
 
-def test_one_long_document_among_short_ones_is_for_cad(tmp_path: Path) -> None:
-    advice, printed = advice_for(tmp_path, ONE_LONG)
+@pytest.fixture(scope="module")
+def one_long(tmp_path_factory) -> tuple[Advice, str]:
+    return advice_for(tmp_path_factory.mktemp("one_long"), ONE_LONG)
+
+
+def test_one_long_document_among_short_ones_is_for_cad(one_long) -> None:
+    advice, printed = one_long
     judged = advice.verdict
     assert judged.use_cad and not judged.reasons and judged.gain > 0.1
     assert "Use CAD: " in printed and "simulated" in printed and "derived" in printed
@@ -82,8 +87,8 @@ def test_what_does_not_fit_does_not_count(tmp_path: Path) -> None:
     assert advice.largest_context["cad"] == 0
 
 
-def test_the_margin_decides(tmp_path: Path) -> None:
-    judged = advice_for(tmp_path, ONE_LONG)[0].verdict
+def test_the_margin_decides(tmp_path: Path, one_long) -> None:
+    judged = one_long[0].verdict
     assert judged.gain < 0.9
     advice, printed = advice_for(tmp_path, ONE_LONG, margin=0.9)
     assert not advice.verdict.use_cad and "margin 90%" in printed
@@ -91,7 +96,7 @@ def test_the_margin_decides(tmp_path: Path) -> None:
 
 def test_json_holds_everything_and_repeats(tmp_path: Path) -> None:
     path = tmp_path / "advice.json"
-    advice, _ = advice_for(tmp_path, ONE_LONG, json=path)
+    advice, _ = advice_for(tmp_path, ONE_LONG, json=path, steps=2)
     saved = json.loads(path.read_text())
     assert (saved["label"], saved["kernel_times"], saved["memory_label"]) == (
         "simulated", "derived", "derived",
@@ -114,7 +119,7 @@ def test_json_holds_everything_and_repeats(tmp_path: Path) -> None:
     assert verdict["best"]["step_s"] == advice.verdict.best.step_s
     assert f"--attention.tolerance {verdict['best']['tolerance']}" in verdict["train_flags"]
     first = path.read_text()
-    advice_for(tmp_path, ONE_LONG, json=path)
+    advice_for(tmp_path, ONE_LONG, json=path, steps=2)
     assert path.read_text() == first
 
 
@@ -133,7 +138,7 @@ def test_the_largest_context_fits_and_the_next_does_not(tmp_path: Path) -> None:
 
 
 def test_pipelines(tmp_path: Path) -> None:
-    advice, printed = advice_for(tmp_path, ONE_LONG, pp=2, microbatches=2, steps=1)
+    advice, printed = advice_for(tmp_path, ONE_LONG, pp=2, microbatches=2, topology="h200:4x8")
     assert "bub-" in printed and advice.verdict.best.bubble > 0
 
 
@@ -185,11 +190,20 @@ def test_of_equal_outcomes_the_preferred_one() -> None:
         ("100\n", ["--topology", "tpu:2x4"], "one of h100, h200, b200, got 'tpu'"),
         ("100\n", ["--tp", "3"], "must divide the 64 devices"),
         ("100\n", ["--tp", "64", "--model", "llama2-7b"], "tp must divide the 32 query heads"),
+        (
+            "100\n",
+            ["--pp", "8", "--microbatches", "3", "--tp", "1"],
+            "at least half of --pp .=8.* use 4 or",
+        ),
         ("100\n", ["--tokens-per-rank", "0"], "--tokens-per-rank must be at least 1"),
         ("100\n", ["--tokens-per-rank", "1001"], "divisible by --tp"),
         ("100\n", ["--tokens-per-rank", "200000000"], "must be at most 2147483648 tokens"),
-        ("100\n", ["--nodes-bandwidth", "0"], "must be positive, got 0"),
-        ("100\n", ["--margin", "2"], "--margin must be from 0 to 1"),
+        (
+            "100\n",
+            ["--nodes-bandwidth", "0"],
+            "--between-nodes-gb-s must be at least 0.001 and at most 1e.06, got 0",
+        ),
+        ("100\n", ["--margin", "2"], "--margin must be at least 0 and at most 1, got 2"),
         ("100\n", ["--profile", "h300"], "profile must be one of"),
         ("100\n", ["--json", "/nowhere/a.json"], "make the folder /nowhere first"),
     ],

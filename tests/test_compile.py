@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cad_jax.__main__ import main
 from cad_jax.compile_command import take_strategies
-from cad_jax.compile_report import largest_tokens, run, with_strategy
+from cad_jax.compile_report import duration, largest_tokens, run, size, with_strategy
 from cad_jax.compiled_step import Report, attention_seconds, lower_step, sample_documents
 from cad_jax.config import AttentionConfig, MeshConfig, RunConfig, TrainingConfig
 from cad_jax.model_config import LlamaConfig
@@ -239,6 +239,24 @@ def report(tokens: int, peak_bytes: int) -> Report:
     return Report(TOPOLOGY, "r", "cad", "pingpong", "triton", tokens, "", nothing, **sizes)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (3e-10, "0.3 ns"), (4.567e-7, "457 ns"), (9.996e-4, "1 ms"), (0.0123, "12.3 ms"),
+     (0.9999, "1 s"), (1234.5, "1230 s")],
+)  # fmt: skip
+def test_durations_have_the_unit_they_are_read_in(seconds, text) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30 - 1, "1024 MiB"), (2**30, "1 GiB"),
+     (151_397_597_184, "141 GiB"), (5000 * 2**30, "5000 GiB")],
+)  # fmt: skip
+def test_sizes_have_the_unit_they_are_read_in(count, text) -> None:
+    assert size(count) == text
+
+
 def test_largest_tokens() -> None:
     """0.8 x 151,397,597,184 bytes of an H200, 1e9 of them taken whatever the tokens, 1e6 a token."""
     fits = (0.8 * 151_397_597_184 - 1e9) / 1e6
@@ -269,7 +287,7 @@ def test_refused_before_anything_compiles(arguments, complaint, capsys) -> None:
 def test_a_missing_compiler_is_refused(monkeypatch, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["compile", "debug_cpu8", "--topology", "h200:1x8"]) == 2
-    assert "pip install 'cad-jax[aot]'" in capsys.readouterr().err
+    assert "pip install -c constraints.txt -e '.[aot]'" in capsys.readouterr().err
 
 
 def test_documents_that_fit_no_batch_are_refused(tmp_path) -> None:
@@ -300,6 +318,20 @@ def test_baselines_are_compared_as_a_single_stream() -> None:
     ring = with_strategy(config, "ring")
     assert (ring.attention.strategy, ring.training.overlap) == ("ring", "single_stream")
     ring.check()
+
+
+def test_baselines_are_compared_without_what_is_of_cad() -> None:
+    told = AttentionConfig(
+        planner="a:b", server_speeds=(1.0, 2.0), node=2, profile="p.csv", key_ranges=2,
+        placement="searched",
+    )  # fmt: skip
+    config = dataclasses.replace(TINY, attention=told)
+    assert with_strategy(config, "cad").attention == told
+    plain = AttentionConfig(strategy="ring")
+    assert with_strategy(config, "ring").attention == plain
+    assert with_strategy(config, "home").attention == AttentionConfig(strategy="home")
+    aligned = dataclasses.replace(TINY, attention=AttentionConfig(placement="aligned"))
+    assert with_strategy(aligned, "home").attention.placement == "aligned"
 
 
 def test_strategies_on_the_command_line() -> None:

@@ -1,8 +1,7 @@
-"""Configuration: JSON there and back, rules with value and cure, what a resume may change."""
+"""Configuration: JSON there and back, rules with value and cure."""
 
 import json
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,23 +10,26 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from cad_jax import launch
 from cad_jax.attention.planned import PlannedStrategy
+from cad_jax.attention.strategies import make_strategy
 from cad_jax.config import (
     AttentionConfig,
     MeshConfig,
     TrainingConfig,
-    check_resume,
     config_from_dict,
     load_config,
 )
 from cad_jax.data import DocumentBatches
-from cad_jax.launch import make_run_strategies
+from cad_jax.launch import make_run_strategies, make_strategies
 from cad_jax.model_config import RopeScaling
 from cad_jax.processes import ProcessConfig
 from cad_jax.recipes import RECIPES, llama3_8b_h200, stdlib_demo
 from cad_jax.sharding.capacities import default_capacities
-from cad_jax.sharding.cost import model_shape
-from cad_jax.sharding.tasks import K_START, HeadShape
+from cad_jax.sharding.cost import DEVICES, model_shape
+from cad_jax.sharding.cost_model import shipped
+from cad_jax.sharding.plan import home_plan
+from cad_jax.sharding.tasks import DENSE_TRANSPORTS, K_START, HeadShape
 from cad_jax.train_step import TrainStep
 from tests.tiny_runs import tiny_config, with_changes
 
@@ -80,7 +82,7 @@ def test_damaged_files_are_refused(tmp_path):
         (lambda: AttentionConfig(key_ranges=0), r"key_ranges \(=0\) must be at least 1; use 1"),
         (
             lambda: AttentionConfig(strategy="ring", key_ranges=4),
-            r"key_ranges \(=4\) above 1 needs attention.strategy cad, .*, got ring; use 1",
+            r"key_ranges \(=4\) needs attention.strategy cad, which plans .*, got ring; leave it out",
         ),
         (
             lambda: AttentionConfig(capacity_plans=0),
@@ -152,40 +154,55 @@ def test_only_planned_strategies_draw_samples(name, samples, tmp_path):
 def test_a_run_divides_keys_where_it_is_told_to(tmp_path):
     config = with_changes(
         tiny_config(tmp_path, "*.txt"),
-        attention={"key_ranges": 4, "tolerance": 0.1},
+        attention={"key_ranges": 4, "tolerance": 0.1, "transport": "direct"},
         mesh={"dp": 4},
         training={"tokens_per_microbatch": 2048},
     )
     data = SimpleNamespace(
-        sample_nano_lengths=lambda batches: [(np.array([967, 1077]),)] * batches,
+        sample_nano_lengths=lambda batches: [(np.array([1000, 44, 1000]),)] * batches,
         nano_batches=1, tokens_per_microbatch=2048, max_document_tokens=2048,
     )  # fmt: skip
     strategy, _ = make_run_strategies(config, cast(DocumentBatches, data))
     assert isinstance(strategy, PlannedStrategy)
     assert strategy.capacities.partials > 1
-    assert strategy.plan(np.array([967, 1077])).tasks[:, K_START].any()
+    assert strategy.plan(np.array([1000, 44, 1000])).tasks[:, K_START].any()
 
 
-def test_what_a_resume_may_change(tmp_path):
-    config = tiny_config(tmp_path, "*.txt")
-    saved = config.to_dict()
-    other = with_changes(
-        replace(config, folder="elsewhere"),
-        mesh={"dp": 2, "tp": 1},
-        attention={"strategy": "ring", "tolerance": 0.2},
-        training={"steps": 99},
-        checkpoint={"every_steps": 7},
-    )
-    check_resume(other, saved)
-    for part, change in (
-        ("model", {"num_layers": 3}),
-        ("model", {"rope_scaling": RopeScaling()}),
-        ("optimizer", {"learning_rate": 1.0}),
-        ("training", {"microbatches": 7}),
-        ("training", {"tokens_per_microbatch": 1024}),
-    ):
-        with pytest.raises(ValueError, match=f"written with {part}.{next(iter(change))}"):
-            check_resume(with_changes(config, **{part: change}), saved)
+def test_a_run_plans_as_it_is_told_to(tmp_path):
+    attention = {
+        "planner": "cad_jax.sharding.plan:home_plan", "server_speeds": (1.0, 1.0, 0.5, 1.0), "node": 2,
+        "placement": "aligned", "profile": str(shipped("cpu")), "tolerance": 0.1, "key_ranges": 2,
+        "capacities": default_capacities(4, 128, HeadShape(2, 1, 8)),
+    }  # fmt: skip
+    config = with_changes(tiny_config(tmp_path, "*.txt"), attention=attention)
+    config.check()
+    strategy, _ = make_strategies(config, [], 512, device=DEVICES["cpu"], kernel="xla")
+    assert isinstance(strategy, PlannedStrategy)
+    planning = strategy.planning
+    assert planning.planner is home_plan and planning.speeds == (1.0, 1.0, 0.5, 1.0)
+    assert (planning.node, planning.placement) == (2, "aligned")
+    assert (planning.tolerance, planning.key_ranges) == (0.1, 2)
+    assert planning.cost_model is not None
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_whole_microbatches_travel_as_their_nano_batches_do(tmp_path, monkeypatch):
+    """auto chooses once: a run records one transport."""
+    asked = []
+
+    def recorded(*args, **kwargs):
+        asked.append(kwargs["candidates"])
+        return make_strategy(*args, **kwargs)
+
+    monkeypatch.setattr(launch, "make_strategy", recorded)
+    config = tiny_config(tmp_path, "*.txt", overlap="pingpong")
+    data = SimpleNamespace(
+        sample_nano_lengths=lambda count: [(np.array([200]), np.array([100, 99]))] * count,
+        nano_batches=2, tokens_per_microbatch=512, max_document_tokens=512,
+    )  # fmt: skip
+    whole, nano = make_run_strategies(config, cast(DocumentBatches, data))
+    assert nano is not None and asked == [DENSE_TRANSPORTS, (nano.transport,)]
+    assert whole.transport == nano.transport
 
 
 def test_demo_is_about_five_million_parameters_in_pieces_of_half_a_step():

@@ -260,6 +260,7 @@ print(json.dumps([next(stream).document_ids.tolist() for _ in range(20)] + [stre
         ({"window": 6}, 150, "window=5"),
         ({}, 151, "tokens_per_microbatch=150"),
         ({"max_piece_tokens": 50}, 150, "max_piece_tokens=None"),
+        ({"seed": 77, "window": 3}, 150, r"seed=\d+ and this run has 77, window=\d+ and .* 3: set"),
         ({"long_documents": "truncate"}, 150, "long_documents='split'"),
         ({"paths": ("{folder}/texts/0/*.txt",)}, 150, "data='"),
     ],
@@ -270,7 +271,7 @@ def test_state_of_another_order_is_refused(folder, changes, tokens, name):
         changes = {"paths": (changes["paths"][0].format(folder=folder),)}
     other = DocumentBatches(text_config(folder, **changes), tokens)
     before = other.state()
-    with pytest.raises(ValueError, match=f"written with {name}.*set it back, or start a new run"):
+    with pytest.raises(ValueError, match=f"written with {name}.* it back, or start a new run"):
         other.restore(state)
     assert other.state() == before
 

@@ -24,8 +24,13 @@ DEVICE_PARTS = {
 HOST_MODULES = {
     name for name in SOURCES if name.startswith(HOST_PACKAGES) and name not in DEVICE_PARTS
 } | {
+    "cad_jax.command_line",
+    "cad_jax.pool_limits",
+    "cad_jax.plan_args",
+    "cad_jax.plan_plot",
     "cad_jax.plan_report",
     "cad_jax.schedule_report",
+    "cad_jax.simulate_args",
     "cad_jax.simulate_report",
     "cad_jax.lengths_report",
     "cad_jax.advise_report",
@@ -56,6 +61,7 @@ LAYERS = (
     ("cad_jax.attention",),
     (
         "cad_jax.model_config",
+        "cad_jax.attention_config",
         "cad_jax.parameters",
         "cad_jax.layer",
         "cad_jax.model",
@@ -71,15 +77,18 @@ LAYERS = (
         "cad_jax.packed_batch",
         "cad_jax.data",
     ),
+    ("cad_jax.command_line", "cad_jax.pool_limits"),
     (
         "cad_jax.optimizer",
         "cad_jax.checkpoint",
         "cad_jax.metrics",
+        "cad_jax.plan_args",
+        "cad_jax.plan_plot",
         "cad_jax.plan_report",
         "cad_jax.schedule_report",
         "cad_jax.lengths_report",
     ),
-    ("cad_jax.simulate_report",),
+    ("cad_jax.simulate_args", "cad_jax.simulate_report"),
     ("cad_jax.advise_report",),
     ("cad_jax.prefetch", "cad_jax.processes", "cad_jax.ragged_check"),
     (
@@ -90,9 +99,9 @@ LAYERS = (
     ),
     ("cad_jax.train_step", "cad_jax.feed"),
     ("cad_jax.timing", "cad_jax.profiler"),
-    ("cad_jax.config", "cad_jax.recipes", "cad_jax.run_folder"),
-    ("cad_jax.train",),
-    ("cad_jax.tolerance",),
+    ("cad_jax.config", "cad_jax.recipes", "cad_jax.resume", "cad_jax.run_folder"),
+    ("cad_jax.train", "cad_jax.run_report"),
+    ("cad_jax.tolerance", "cad_jax.settled", "cad_jax.server_speeds"),
     ("cad_jax.launch",),
     ("cad_jax.compiled_step", "cad_jax.compile_report"),
     ("cad_jax.recipe_arguments",),
@@ -104,6 +113,7 @@ LAYERS = (
         "cad_jax.advise_command",
         "cad_jax.compile_command",
         "cad_jax.profile_command",
+        "cad_jax.speeds_command",
     ),
     ("cad_jax.__main__",),
 )

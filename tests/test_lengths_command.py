@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from cad_jax.lengths_command import main
-from cad_jax.lengths_report import length_statistics
-from cad_jax.plan_report import read_lengths
+from cad_jax.lengths_report import length_statistics, read_lengths
 
 
 @pytest.fixture
@@ -70,5 +69,10 @@ def test_bad_input_ends_in_2_with_a_cure(tmp_path: Path, texts, capsys) -> None:
     assert re.search("make the folder .*none first", capsys.readouterr().err)
     assert main([*arguments, "--out", str(tmp_path)]) == 2
     assert "name another file" in capsys.readouterr().err
+    text = tmp_path / "texts" / "1.txt"
+    assert main([*arguments, "--out", str(text)]) == 2
+    assert "and is the file that is read as well: name another file" in capsys.readouterr().err
+    assert text.read_text() == "x" * 40
+    assert not (tmp_path / "cache").exists()  # refused before the work
     assert main(["text_folder", "--data.paths", str(tmp_path / "*.nothing")]) == 2
     assert "cad-jax lengths: " in capsys.readouterr().err

@@ -37,6 +37,7 @@ def corpus(tmp_path_factory):
 def two(tmp_path_factory, corpus):
     """The folder in which two processes left what `pool_worker.main` writes."""
     folder = tmp_path_factory.mktemp("two")
+    (folder / "speeds_0.txt").write_text("1\n0.1\n1\n0.3\n")  # process 1 has no file of its own
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
@@ -102,6 +103,13 @@ def test_data_that_one_process_cannot_read_stops_both(two):
     of_first, of_second = refusals(two, "data")
     assert of_first.startswith("ValueError: every data path must match at least one file")
     assert of_second.startswith("ValueError: process 0: every data path must match")
+
+
+def test_what_is_gathered_or_read_by_the_first_is_the_same_on_both(two):
+    for process_id in range(2):
+        agreed = json.loads((two / f"agreed_{process_id}.json").read_text())
+        assert agreed["speeds"] == [1.0, 0.1, 1.0, 0.3]
+        assert agreed["gathered"] == [[0, "xxx", 0.1], [1, "xxxx", 0.1]]
 
 
 def test_process_settings_are_checked():

@@ -11,15 +11,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from cad_jax import metrics, plan_report, schedule_report
-from cad_jax.plan_report import (
-    PlanArgs,
-    available_bytes,
-    first_tokens,
-    planning_bytes,
-    read_lengths,
-    run,
-)
+from cad_jax import command_line, metrics, plan_plot, pool_limits, schedule_report
+from cad_jax.lengths_report import read_lengths
+from cad_jax.plan_args import PlanArgs
+from cad_jax.plan_report import first_tokens, run
+from cad_jax.pool_limits import available_bytes, planning_bytes
+from cad_jax.sharding.cost import DEVICES
+from cad_jax.sharding.cost_model import from_csv, shipped
+from cad_jax.sharding.plan import Plan
+from cad_jax.sharding.tasks import HeadShape, home_tasks
 
 FIELDS = {
     "version", "servers", "tokens_per_server", "tolerance", "heads", "capacities", "fallback_tasks",
@@ -36,10 +36,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_reports_a_plan(tmp_path):
     lengths = write(tmp_path / "lengths.txt", "3000\n\n0\n 40 \n1\n500\n600\n")
-    args = PlanArgs(
-        lengths, servers=4, tokens_per_server=1024, json=tmp_path / "plan.json",
-        plot=tmp_path / "plan.png",
-    )  # fmt: skip
+    args = PlanArgs(lengths, servers=4, tokens_per_server=1024, json=tmp_path / "plan.json")
     console = Console(record=True, width=100, quiet=False, file=open(tmp_path / "log", "w"))  # noqa: SIM115
     plan = run(args, console)
     console.file.close()
@@ -58,7 +55,6 @@ def test_reports_a_plan(tmp_path):
     assert figures["bytes_in_max"] == bytes_in.max()
     assert figures["bytes_out_max"] == bytes_out.max()
     assert set(figures["wire_bytes"]) == {"direct", "relay", "ragged"}
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     text = console.export_text()
     assert "max / mean pairs" in text and f"{plan.max_over_mean:.3f}" in text
 
@@ -102,25 +98,54 @@ def test_repeated_plans_give_a_median_and_key_ranges_lower_bytes(tmp_path):
         assert 0 < figures[key_ranges]["plan_s_median"] <= figures[key_ranges]["plan_s_p99"]
     assert figures[4]["bytes_in_mean"] < figures[1]["bytes_in_mean"]
     assert any(k_start for *_, k_start, _, _, _ in figures[4]["tasks"])
-    for option in ("key_ranges", "node", "repeat"):
-        flag = option.replace("_", "-")
-        with pytest.raises(ValueError, match=rf"--{flag} \(=0\) must be at least 1: use 1"):
-            PlanArgs(lengths, 8, 8192, **{option: 0})
 
 
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
     lengths = write(tmp_path / "lengths.txt", "100\n")
     with pytest.raises(ValueError, match="cannot read document lengths from .*nowhere"):
         read_lengths(tmp_path / "nowhere.txt")
+    two = write(tmp_path / "two.txt", "1\n1\n")
     for options, message in (
         ({"model": "gpt"}, "model must be one of llama2-7b, .* got 'gpt'"),
-        ({"servers": 0}, "servers must be at least 1, got 0"),
-        ({"tolerance": -1.0}, "tolerance must be at least 0, got -1.0"),
-        ({"tolerance": math.inf}, "tolerance must be a finite number, got inf: 0.05 is usual"),
-        ({"tokens_per_server": 10**20}, rf"at most {2**31} tokens, got 2 x 10+ = 20+: plan fewer"),
+        ({"servers": 0}, f"--servers must be at least 1 and at most {2**31}, got 0: plan"),
+        (
+            {"tolerance": -1.0},
+            "--tolerance must be at least 0 and at most 10, got -1.0: 0.05 is usual",
+        ),
+        ({"tolerance": math.inf}, "--tolerance must .* got inf: 0.05 is usual"),
+        ({"tolerance": math.nan}, "--tolerance must .* got nan: 0.05 is usual"),
+        ({"key_ranges": 0}, "--key-ranges must be at least 1 .* got 0: use 1"),
+        ({"node": 0}, "--node must be at least 1 .* got 0: use 1"),
+        ({"repeat": 0}, "--repeat must be at least 1 .* got 0: use 1"),
+        ({"tokens_per_server": 10**20}, f"at most {2**31}, got 10+: plan fewer"),
         ({"servers": 2**26}, rf"at most {2**31} tokens, got {2**26} x 64 = {2**32}: plan fewer"),
         ({"servers": 10**6}, "1000000 servers may take .* GiB, .*: plan fewer servers"),
         ({"plot": tmp_path / "no" / "x.png"}, "make the folder .*no first"),
+        ({"plot": tmp_path / "noext"}, r"--plot \(=.*noext\) must name a file that ends in .png"),
+        (
+            {"json": lengths},
+            r"--json \(=.*\) must name a file of its own, and is the file that is read",
+        ),
+        (
+            {"plot": tmp_path / "a.png", "json": tmp_path / "a.png"},
+            "is --json as well: name another",
+        ),
+        ({"device": "b200"}, "--device .* is of --profile"),
+        ({"device": "h1", "profile": "h200_fa3"}, "--device must be one of .* got h1"),
+        ({"profile": "h3"}, "profile must be one of .* got 'h3'"),
+        (
+            {"pp": 2, "key_ranges": 4, "node": 8},
+            "--key-ranges, --node: of one microbatch's plan alone, .*: leave",
+        ),
+        (
+            {"speeds": two, "servers": 3},
+            "two.txt must hold one relative speed for each .* 3 servers.* got 2",
+        ),
+        ({"pp": 2, "speeds": lengths}, "--speeds: of one microbatch's plan alone"),
+        ({"pp": 4}, "--pp must be at least 1 and at most 2, got 4"),
+        ({"pp": 2, "microbatches": 10**9}, "--microbatches must be at least 1 and at most 4096"),
+        ({"tp": 2, "pingpong": True}, "--tp, --pingpong: of a pipelined step alone: give --pp"),
+        ({"pp": 2, "servers": 100_000}, "100000 servers may take .* GiB, .*: plan fewer servers"),
     ):
         values = dict(servers=2, tokens_per_server=64, json=tmp_path / "plan.json") | options
         with pytest.raises(ValueError, match=message):
@@ -131,10 +156,10 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
 def test_more_servers_than_memory_holds_are_refused(tmp_path, monkeypatch):
     lengths = write(tmp_path / "lengths.txt", "100\n200\n")
     args = PlanArgs(lengths, servers=100, tokens_per_server=64)
-    monkeypatch.setattr(plan_report, "available_bytes", lambda: 2.0 * 2**20)
+    monkeypatch.setattr(pool_limits, "available_bytes", lambda: 2.0 * 2**20)
     with pytest.raises(ValueError, match=r"free \(0.0 GiB\), and 2 documents over 100 servers"):
         run(args, Console(quiet=True))
-    monkeypatch.setattr(plan_report, "available_bytes", lambda: 4.0 * 2**20)
+    monkeypatch.setattr(pool_limits, "available_bytes", lambda: 4.0 * 2**20)
     run(args, Console(quiet=True))
     monkeypatch.undo()
     assert 2**20 < available_bytes() <= math.inf
@@ -155,10 +180,10 @@ def test_planning_stays_below_the_memory_it_is_refused_for(tmp_path):
 
 
 def test_plots_of_large_pools_stay_in_bounds(tmp_path):
-    """At the same width for each server this would be 16,000 pixels wide."""
+    """At the same width for each server this would be 7,000 pixels wide."""
     lengths = write(tmp_path / "lengths.txt", "100\n" * 50)
     plot_path = tmp_path / "plan.png"
-    run(PlanArgs(lengths, servers=600, tokens_per_server=8, plot=plot_path), Console(quiet=True))
+    run(PlanArgs(lengths, servers=300, tokens_per_server=8, plot=plot_path), Console(quiet=True))
     with Image.open(plot_path) as image:
         assert image.width <= 4000
 
@@ -181,11 +206,11 @@ def test_legends_lie_beside_all_bars(tmp_path, monkeypatch):
             super().__init__(*args, **options)
             figures.append(self)
 
-    monkeypatch.setattr(plan_report, "Figure", Kept)
+    monkeypatch.setattr(plan_plot, "Figure", Kept)
     monkeypatch.setattr(metrics, "Figure", Kept)
     lengths = write(tmp_path / "lengths.txt", "4000\n" + "7\n" * 12)
     plot_path = tmp_path / "plan.png"
-    run(PlanArgs(lengths, 8, 512, plot=plot_path), Console(quiet=True))
+    plan = run(PlanArgs(lengths, 8, 512, plot=plot_path), Console(quiet=True))
     pairs = np.arange(1, 9)
     metrics.plot_plan(tmp_path / "plan_2.png", 3, pairs[::-1], np.full(8, pairs.mean()))
     assert len(figures) == 2
@@ -193,11 +218,30 @@ def test_legends_lie_beside_all_bars(tmp_path, monkeypatch):
         legend, bars = legend_and_bars(figure)
         assert len(bars) == 16
         assert not any(legend.overlaps(bar) for bar in bars)
+    shows_who_serves_whom_and_where_the_longest_went(figures[0], plan)
 
 
-def test_plot_needs_a_png_name():
-    with pytest.raises(ValueError, match=r"--plot \(=noext\) must name a file that ends in .png"):
-        PlanArgs(Path("lengths.txt"), 4, 512, plot=Path("noext"))
+def shows_who_serves_whom_and_where_the_longest_went(figure: Figure, plan: Plan) -> None:
+    """Pair by pair."""
+    away, at_home, served = np.zeros((8, 8)), np.zeros((8, 4000)), np.zeros((8, 4000))
+    for document, q_start, q_stop, _, _, home, server in plan.tasks.tolist():
+        if home != server:
+            away[home, server] += sum(range(q_start + 1, q_stop + 1))
+        if document == 0:
+            at_home[home, q_start:q_stop] += 1
+            served[server, q_start:q_stop] += 1
+    image = next(image for axes in figure.axes for image in axes.images)
+    percent = np.ma.filled(image.get_array(), 0.0)
+    assert away.any() and percent == pytest.approx(100 * away / plan.loads().mean())
+    (axes,) = (axes for axes in figure.axes if "longest document, 4,000" in axes.get_title())
+    drawn = np.zeros((2, 8, 4000))
+    for bars in axes.collections:
+        for path in bars.get_paths():
+            (left, bottom), (right, top) = path.get_extents().get_points()
+            lower = abs(bottom - round(bottom)) < 1e-9  # from the rank's line down: at home
+            rank = round(bottom) if lower else round(top)
+            drawn[0 if lower else 1, rank, round(left) : round(right)] += 1
+    assert np.array_equal(drawn[0], at_home) and np.array_equal(drawn[1], served)
 
 
 def test_a_pipelined_step_is_predicted(tmp_path):
@@ -224,7 +268,7 @@ def test_a_pipelined_step_is_predicted(tmp_path):
 def test_a_byte_order_mark_is_no_number(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_bytes(b"\xef\xbb\xbf100\n7\n")
-    assert plan_report.read_lengths(path).tolist() == [100, 7]
+    assert read_lengths(path).tolist() == [100, 7]
 
 
 @pytest.mark.parametrize(
@@ -234,17 +278,64 @@ def test_a_byte_order_mark_is_no_number(tmp_path):
             dict(pp=4, virtual_stages=3),
             r"layers of llama3-8b \(=32\).*pp x virtual_stages \(=4 x 3\)",
         ),
+        (
+            dict(pp=4, pingpong=True, tokens=33),
+            r"\(= 1 x 33\) must be even for ping-pong, which halves",
+        ),
         (dict(microbatches=10**8), r"each of its 100000000 microbatches.*256 tokens in all"),
     ],
 )
 def test_steps_that_cannot_be_are_refused_at_once(changes, words):
-    sizes = dict(pp=2, microbatches=2, virtual_stages=1, tp=1, pingpong=False) | changes
+    sizes = dict(pp=2, microbatches=2, virtual_stages=1, tp=1, pingpong=False, tokens=64) | changes
     with pytest.raises(ValueError, match=words):
         schedule_report.predict(
             np.full(256, 1),
             servers=4,
-            tokens_per_server=64,
+            tokens_per_server=sizes.pop("tokens"),
             model="llama3-8b",
             tolerance=0.05,
             **sizes,
         )
+
+
+def test_speeds_and_kernel_times(tmp_path):
+    """A server of half the speed gets half the pairs; seconds are those of the cost model."""
+    lengths = write(tmp_path / "lengths.txt", "30000\n" + "300\n" * 9)
+    speeds = write(tmp_path / "speeds.txt", "2\n2\n\n1.0\n2\n")
+    args = PlanArgs(
+        lengths, 4, 8192, speeds=speeds, profile="h200_fa2", json=tmp_path / "plan.json"
+    )
+    text = StringIO()
+    plan = run(args, Console(file=text, width=120))
+    loads, saved = plan.loads(), json.loads((tmp_path / "plan.json").read_text())
+    shares = loads.sum() * np.array([2, 2, 1, 2]) / 7
+    assert (loads <= 1.05 * shares + 1).all() and loads[2] < 0.6 * loads[0]
+    assert saved["max_over_share"] == pytest.approx((loads / shares).max())
+    assert saved["max_over_share_home"] == pytest.approx((plan.home_loads() / shares).max())
+    assert saved["speeds"] == [2, 2, 1, 2] and saved["kernel_times"] == "derived"
+    costs, heads = from_csv(shipped("h200_fa2"), DEVICES["h200"]), HeadShape(32, 8, 128)
+    for name, tasks in (("", plan.tasks), ("_home", home_tasks(plan.lengths, 8192, plan.starts))):
+        both = sum(costs.server_s(tasks, 4, heads, backward=b) for b in (False, True))
+        seconds = both * np.array([7 / 8, 7 / 8, 7 / 4, 7 / 8])
+        assert saved[f"attention_s_max{name}"] == pytest.approx(seconds.max())
+        wanted = seconds.max() / seconds.mean()
+        assert saved[f"attention_s_max_over_mean{name}"] == pytest.approx(wanted)
+    assert "max / share of pairs, by speed" in text.getvalue() and "derived" in text.getvalue()
+
+
+def test_files_without_end_are_refused_at_once(tmp_path):
+    """Nor are they read into memory."""
+    with pytest.raises(ValueError, match="zero, line 1: a document length is a whole number"):
+        read_lengths("/dev/zero")
+    (tmp_path / "binary").write_bytes(b"7\n" + bytes(range(128, 256)) * 1000)
+    with pytest.raises(ValueError, match="binary, line 2: a document length is"):
+        read_lengths(tmp_path / "binary")
+    with pytest.raises(ValueError, match="cannot read document lengths from"):
+        read_lengths(tmp_path)
+
+
+def test_too_many_lines_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(command_line, "MAX_LINES", 3)
+    assert len(read_lengths(write(tmp_path / "three.txt", "1\n\n2\n"))) == 2
+    with pytest.raises(ValueError, match="four.txt must have at most 3 lines, and has more: give"):
+        read_lengths(write(tmp_path / "four.txt", "1\n\n\n2\n"))

@@ -30,7 +30,8 @@ from cad_jax.sharding.cost_model import from_csv, layer_weights
 from cad_jax.sharding.mesh import make_mesh
 from cad_jax.sharding.profile_table import AttentionRow, LinearRow, SlackRow, TransferRow
 from cad_jax.sharding.tasks import HeadShape
-from cad_jax.simulate_report import SimulateArgs, run
+from cad_jax.simulate_args import SimulateArgs
+from cad_jax.simulate_report import run
 from cad_jax.timing import Work, measure
 
 TINY = ModelShape("tiny", 1, 32, 4, 1, 8, 48, 64)
@@ -184,7 +185,7 @@ def test_the_table_shows_every_part(profile):
     ("arguments", "message"),
     [
         (["--kernel", "fast"], "--kernel must be one of auto, .*, got 'fast'"),
-        (["--cpu-devices", "0"], "--cpu-devices must be at least 1, got 0"),
+        (["--cpu-devices", "0"], "--cpu-devices must be at least 1 and at most 256, got 0"),
         (["--model", "llama9"], "model must be one of .*, got 'llama9'"),
         (["--out", "nowhere/at/all.csv"], "make the folder nowhere/at first"),
     ],

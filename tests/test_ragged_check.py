@@ -16,6 +16,7 @@ from jax import lax
 
 from cad_jax import ragged_check
 from cad_jax.attention.strategies import make_strategy
+from cad_jax.attention_config import AttentionConfig
 from cad_jax.launch import launch
 from cad_jax.ragged_check import check_platform, find_trouble, proven_strategies
 from cad_jax.sharding.capacities import default_capacities
@@ -102,13 +103,21 @@ def test_a_hang_is_an_error(monkeypatch) -> None:
         find_trouble(make_mesh(dp=2), HEADS, jnp.bfloat16, timeout_s=0.05)
 
 
-def settle(transport, trouble, platform="gpu", chosen="ragged"):
+def test_a_hang_in_another_process_is_an_error_here_too(monkeypatch) -> None:
+    monkeypatch.setattr(ragged_check, "_wrong_elements", lambda *_: 0)
+    monkeypatch.setattr(ragged_check, "together", lambda _: time.sleep(30))
+    monkeypatch.setattr(ragged_check, "AGREEMENT_S", 0.05)
+    with pytest.raises(ValueError, match=r"must end .* and did not in another process: .*relay"):
+        find_trouble(make_mesh(dp=2), HEADS, jnp.bfloat16, timeout_s=0.05)
+
+
+def settle(transport, trouble, platform="gpu", chosen="ragged", kept=None):
     """(the strategies' transport, candidates of each making, what was said, self-tests run)."""
     made, said, tests = [], [], []
 
     def make(candidates):
         made.append(tuple(candidates))
-        best = chosen if chosen in candidates else "relay"
+        best = chosen if chosen in candidates else candidates[-1]
         asked = best if transport == "auto" else transport
         return SimpleNamespace(transport=asked), None
 
@@ -122,7 +131,8 @@ def settle(transport, trouble, platform="gpu", chosen="ragged"):
             make,
             mesh=make_mesh(dp=2),
             platform=platform,
-            transport=transport,
+            attention=AttentionConfig(transport=transport),
+            kept=kept,
             heads=HEADS,
             dtype="bfloat16",
             say=said.append,
@@ -142,6 +152,18 @@ def test_ragged_is_used_only_after_its_self_test() -> None:
         ValueError, match=r"transport \(=ragged\) must pass .*, and 7 .*; use .* relay"
     ):
         settle("ragged", "7 elements differed")
+
+
+def test_what_a_run_came_to_before_is_taken_again_where_it_works() -> None:
+    used, made, said, tests = settle("auto", None, chosen="relay", kept="ragged")
+    assert (used, made, tests) == ("ragged", [("ragged",)], 1)
+    used, made, said, tests = settle("auto", "7 elements differed", kept="ragged")
+    assert (used, made, tests) == ("relay", [("ragged",), DENSE_TRANSPORTS], 1)
+    used, made, said, tests = settle("auto", None, kept="direct")
+    assert (used, made, said, tests) == ("direct", [("direct",)], [], 0)
+    used, made, said, tests = settle("auto", None, platform="cpu", kept="ragged")
+    assert (used, made, tests) == ("relay", [DENSE_TRANSPORTS], 0)
+    assert said == ["the run used ragged exchanges, which 'cpu' does not have: choosing anew"]
 
 
 def test_nobody_tests_what_is_not_used() -> None:
@@ -172,11 +194,14 @@ def test_a_run_on_cpu_is_refused_before_anything_is_read(tmp_path) -> None:
     with pytest.raises(ValueError, match=refusal):
         launch(with_changes(config, attention={"transport": "ragged"}))
     capacities = default_capacities(4, 128, HeadShape(2, 1, 8), transport="ragged")
-    with pytest.raises(ValueError, match=refusal):
+    of_capacities = (
+        r"capacities.transport \(=ragged\) needs GPUs: .*; leave attention.capacities out"
+    )
+    with pytest.raises(ValueError, match=of_capacities):
         launch(with_changes(config, attention={"capacities": capacities}))
     assert not (tmp_path / "run").exists()
-    check_platform("ragged", "gpu")
-    check_platform("auto", "cpu")
+    check_platform(AttentionConfig(transport="ragged"), "gpu")
+    check_platform(AttentionConfig(), "cpu")
 
 
 def test_capacities_of_ragged_are_saved_with_a_run(tmp_path) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from cad_jax.simulate_args import SimulateArgs
 from cad_jax.simulate_command import main
-from cad_jax.simulate_report import SimulateArgs, cost_model, run
+from cad_jax.simulate_report import cost_model, run
 
 SIZES: dict[str, Any] = {
     "ranks": 4, "tokens_per_rank": 4096, "workload": "mixed", "longest_tokens": 8192,
@@ -161,6 +162,17 @@ def test_devices_have_a_profile_of_their_own() -> None:
          "model must be one of"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--profile", "x"], "h200_fa2"),
         (["--ranks", "0", "--tokens-per-rank", "65536", "--workload", "mixed"], "--ranks must be at least"),
+        *((["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", option, value],
+           f"{option} must be at least ")
+          for option, value in (("--headroom", "nan"), ("--headroom", "inf"), ("--tolerance", "inf"),
+                                ("--tolerance", "nan"), ("--tolerance", "-0.1"), ("--recompute", "nan"),
+                                ("--between-nodes-gb-s", "1e308"), ("--between-nodes-gb-s", "nan"),
+                                ("--tp", "-8"), ("--microbatches", "99999999999"))),
+        (["--ranks", "4000000", "--tokens-per-rank", "100", "--workload", "one_long"], "4000000 servers may take"),
+        (["--ranks", "400", "--tokens-per-rank", "99999999", "--workload", "one_long"],
+         "2 x --tokens-per-rank x --ranks must be at most 2147483648 tokens, got 2 x 99999999 x 400"),
+        (["--ranks", "4", "--tokens-per-rank", "1001", "--workload", "one_long", "--longest-tokens", "1000",
+          "--strategies", "published"], "an even number of tokens of a rank in a nano-batch, got 1001: use"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--plot", "a/b.png"],
          "make the folder a first"),
     ],
@@ -175,9 +187,18 @@ def test_bad_arguments_end_in_2_with_a_cure(arguments, message, capsys) -> None:
     assert message in error
 
 
+def test_an_odd_number_of_tokens_leaves_out_the_published_planner_alone() -> None:
+    text = io.StringIO()
+    sizes: dict[str, Any] = SIZES | {"tokens_per_rank": 1001, "longest_tokens": 1000}
+    results = run(SimulateArgs(**sizes, strategies=("home", "published")), quiet(text))
+    assert [r.strategy for r in results] == ["home"]
+    assert "published is left out: its planner needs an even number" in text.getvalue()
+
+
 def test_too_few_documents_are_refused(tmp_path: Path, capsys) -> None:
     few = tmp_path / "few.txt"
-    few.write_text("1000\n2000\n")
     sizes = ["--ranks", "4", "--tokens-per-rank", "4096"]
-    assert main([*sizes, "--lengths", str(few)]) == 2
-    assert "must make up a step of 1 x 2 x 4 x 4096 = 32768 tokens" in capsys.readouterr().err
+    for text in ("1000\n2000\n", "0\n0\n"):
+        few.write_text(text)
+        assert main([*sizes, "--lengths", str(few)]) == 2
+        assert "must make up a step of 1 x 2 x 4 x 4096 = 32768 tokens" in capsys.readouterr().err

@@ -1,18 +1,15 @@
-"""A tolerance that a run leaves open: what decides it, and that a resumed run keeps it."""
+"""A tolerance that a run leaves open: what decides it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cad_jax.config import AttentionConfig, MeshConfig, RunConfig, config_from_dict
-from cad_jax.launch import open_data
+from cad_jax.config import AttentionConfig, RunConfig
 from cad_jax.recipes import llama3_8b_h200
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.simulation.advice import TOLERANCES
-from cad_jax.tolerance import predicted_tolerance, sample_count, settled, with_tolerance
-from tests.tiny_runs import tiny_config, write_corpus
+from cad_jax.tolerance import predicted_tolerance, sample_count
 
 
 def large_run(**attention) -> RunConfig:
@@ -59,22 +56,3 @@ def test_whole_steps_are_simulated() -> None:
         config = large_run()
         training = replace(config.training, microbatches=microbatches)
         assert sample_count(replace(config, training=training)) == expected
-
-
-def test_a_run_settles_once(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus"))
-    config = replace(config, mesh=MeshConfig(dp=4), attention=AttentionConfig(tolerance=None))
-    data, folder, said = open_data(config), tmp_path / "run", []
-    first = settled(config, data, folder, False, said.append)
-    assert first.attention.tolerance in TOLERANCES and len(said) == 1
-    assert settled(config, data, folder, False, said.append) == first, "deterministic"
-    assert with_tolerance(config, 0.3).attention.tolerance == 0.3
-    # What the run's folder says counts for a resumed run, whatever would be predicted now.
-    folder.mkdir()
-    with_tolerance(config, 0.07).save(folder)
-    assert settled(config, data, folder, True, pytest.fail).attention.tolerance == 0.07
-    assert settled(config, data, folder, False, said.append) == first
-    # By hand.
-    fixed = with_tolerance(config, 0.15)
-    assert settled(fixed, data, folder, True, pytest.fail) == fixed
-    assert config_from_dict(config.to_dict()) == config, "None survives JSON"

@@ -59,7 +59,9 @@ def test_the_mesh_must_use_every_device() -> None:
 
 def test_a_missing_compiler_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"jax_cuda12_plugin .*pip install 'cad-jax\[aot\]'"):
+    with pytest.raises(
+        ValueError, match=r"jax_cuda12_plugin .*pip install -c constraints.txt -e '\.\[aot\]'"
+    ):
         compile_only_mesh(parse_topology("h200:2x8"), 1, 16, 1)
 
 

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from cad_jax import launch as launch_module
+from cad_jax.config import load_config
 from cad_jax.feed import StepFeed
 from cad_jax.launch import launch
 from cad_jax.metrics import FIELDS, read_metrics
@@ -73,7 +74,10 @@ def test_resume_is_bitwise(whole_run, tmp_path):
     broken = replace(config, folder=str(tmp_path / "run"))
     run(with_changes(broken, training={"steps": 5}))
     resumed, text = run(broken, resume=True)
-    assert "resuming after step 5" in text
+    assert "resuming after step 5" in text and "resuming with" not in text
+    transport = load_config(Path(config.folder)).attention.transport
+    assert transport in ("direct", "relay"), "what auto came to"
+    assert load_config(Path(broken.folder)).attention.transport == transport
     assert series(broken.folder, "step") == list(range(1, 25))
     assert series(broken.folder, "loss") == series(config.folder, "loss")
     assert series(broken.folder, "grad_norm") == series(config.folder, "grad_norm")
@@ -86,7 +90,11 @@ def test_resume_on_another_mesh(whole_run, tmp_path):
     whole = whole_run[0]
     config = replace(whole, folder=str(tmp_path / "run"))
     run(with_changes(config, training={"steps": 4}))
-    run(with_changes(config, mesh={"dp": 2, "tp": 1}), resume=True)
+    _, text = run(with_changes(config, mesh={"dp": 2, "tp": 1}), resume=True)
+    text = " ".join(text.split())
+    assert "choosing the transport anew: the run used" in text
+    assert "resuming with mesh.dp 4 -> 2, mesh.tp 2 -> 1" in text
+    assert "losses that differ by rounding" in text
     assert saved_data_state(config, 24) == saved_data_state(whole, 24)
     for name in ("documents", "target_tokens", "padding_tokens"):
         assert series(config.folder, name) == series(whole.folder, name)

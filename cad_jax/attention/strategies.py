@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from cad_jax.attention.differentiable import Settings, Way
-from cad_jax.attention.planned import PlannedStrategy
+from cad_jax.attention.planned import PlannedStrategy, Planning
 from cad_jax.attention.pool import Pool
 from cad_jax.attention.prepared import Prepared, PreparedTicks
 from cad_jax.attention.unplanned import HeadTailStrategy, NativeStrategy, no_stages
@@ -26,7 +26,8 @@ from cad_jax.sharding.capacities import (
 )
 from cad_jax.sharding.cost import DEVICES, Device, choose_transport
 from cad_jax.sharding.mesh import POOL_AXES
-from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.placement import Placement
+from cad_jax.sharding.planner import AttentionCost, plan_documents
 from cad_jax.sharding.planners import Planner
 from cad_jax.sharding.tasks import DENSE_TRANSPORTS, Capacities, HeadShape
 
@@ -98,6 +99,10 @@ def make_strategy(
     tolerance: float = 0.05,
     key_ranges: int = 1,
     planner: Planner = plan_documents,
+    speeds: Sequence[float] | None = None,
+    node: int = 1,
+    cost_model: AttentionCost | None = None,
+    placement: Placement = "sequential",
     capacities: Capacities | None = None,
     transport: str = "auto",
     candidates: Sequence[str] = DENSE_TRANSPORTS,
@@ -122,6 +127,10 @@ def make_strategy(
       key_ranges: of cad, servers among which the keys of one query may be divided where that is
         cheaper on the wire; their partial outputs merge at home.
       planner: of cad, what plans: see `planners.plan_with`.
+      speeds, node, cost_model: of cad, relative speed of each server, [S], servers of a node, and
+        what predicts seconds of plans: see `planner.plan_documents`.
+      placement: of cad and home, the order in which documents are laid: see `placement.place`.
+        searched is of cad without stages.
       capacities: of cad and home. Without them they hold all but one in a thousand of the plans
         for `sample_lengths`, and any home plan; without these too, they follow from the other
         arguments.
@@ -144,7 +153,8 @@ def make_strategy(
 
     Raises:
       ValueError: an unknown name, a kernel the strategy cannot run or whose package is missing,
-        key_ranges that it does not have, sample lengths that do not fit.
+        key_ranges, a planner, speeds, nodes, costs or a placement that it does not have, sample
+        lengths that do not fit.
     """
     if name not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {name!r}")
@@ -165,6 +175,13 @@ def make_strategy(
             f"key_ranges (= {key_ranges}) must be 1, or more for strategy cad alone, got it for {name}: "
             "leave it out"
         )
+    own = planner is not plan_documents or speeds is not None or node > 1 or cost_model is not None
+    if own and name != "cad":
+        raise ValueError(
+            f"a planner of one's own, speeds, nodes and a cost model are of strategy cad, which plans, got "
+            f"one for {name}: leave it out"
+        )
+    _check_placement(name, placement, stages)
     planned = name in ("cad", "home")
     if stages > 1 and not planned:
         servers, axis_names = servers // stages, axis_names[1:]
@@ -184,15 +201,25 @@ def make_strategy(
         if stages > 1:  # a document lies within one stage
             stage_tokens = pool.stage_tokens
             max_document_tokens = min(max_document_tokens or stage_tokens, stage_tokens)
-        settings = tolerance, max_document_tokens, key_ranges, planner
+        given = None if speeds is None else tuple(speeds)
+        planning = Planning(
+            tolerance,
+            max_document_tokens,
+            key_ranges,
+            planner,
+            given,
+            node,
+            placement,
+            cost_model,
+        )
         if capacities is None:
             allowed = candidates if transport == "auto" else (transport,)
             # Where keys may be divided plans are a transport's own; else one set of plans serves all.
             alike = [(t,) for t in allowed] if key_ranges > 1 else [allowed]
-            found = [_capacities(name, pool, group, sample_lengths, *settings) for group in alike]
+            found = [_capacities(name, pool, group, sample_lengths, planning) for group in alike]
             choices = {each.transport: each for each in found}
             capacities = choices[choose_transport(choices, heads, servers, device, tp)]
-        return PlannedStrategy(name, pool, capacities, *settings)
+        return PlannedStrategy(name, pool, capacities, planning)
     if name in ("all_gather", "ring"):
         return HeadTailStrategy(name, pool)
     if stages > 1:
@@ -211,26 +238,36 @@ def make_strategy(
     return NativeStrategy(name, pool)
 
 
+def _check_placement(name: str, placement: Placement, stages: int) -> None:
+    if placement != "sequential" and name not in ("cad", "home"):
+        raise ValueError(
+            f"placement must be sequential for {name}, whose ranks do not hold documents in order, got "
+            f"{placement!r}: leave it out"
+        )
+    if placement == "searched" and (name != "cad" or stages > 1):
+        raise ValueError(
+            "placement searched compares plans of one microbatch: it needs strategy cad and one stage, "
+            f"got {name} and {stages}; use aligned"
+        )
+
+
 def _capacities(
     name: str,
     pool: Pool,
     candidates: Sequence[str],
     sample_lengths: Sequence[np.ndarray | Sequence[np.ndarray]],
-    tolerance: float,
-    max_document_tokens: int | None,
-    key_ranges: int,
-    planner: Planner,
+    planning: Planning,
 ) -> Capacities:
     """From plans of the samples; without any, from static arguments alone."""
-    first = _first_capacities(name, pool, candidates, max_document_tokens, key_ranges)
-    settings = tolerance, max_document_tokens, key_ranges, planner
-    strategy = PlannedStrategy(name, pool, first, *settings)
+    longest = planning.max_document_tokens
+    first = _first_capacities(name, pool, candidates, longest, planning.key_ranges)
+    strategy = PlannedStrategy(name, pool, first, planning)
     plans = [strategy.plan_sample(sample) for sample in sample_lengths]
     if not plans:
         return first
     return capacities_from_plans(
         plans,
-        max_document_tokens=max_document_tokens,
+        max_document_tokens=longest,
         device=pool.device,
         tp=pool.tp,
         candidates=candidates,

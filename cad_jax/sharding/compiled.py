@@ -12,9 +12,9 @@ from numba import njit
 
 from cad_jax.sharding import balance as prefix_search
 from cad_jax.sharding import blocks as block_search
-from cad_jax.sharding import cuts, fares, mending, pieces, tasks, tiles
+from cad_jax.sharding import cuts, fares, mending, needs, pieces, tasks, tiles
 
-_MODULES = (prefix_search, block_search, cuts, fares, mending, pieces, tasks, tiles)
+_MODULES = (prefix_search, block_search, cuts, fares, mending, needs, pieces, tasks, tiles)
 
 
 def _sources() -> int:
@@ -53,7 +53,13 @@ def _entries(sources: int):
         _ = sources
         return tiles.cut_tiles(lengths, starts, servers, tokens, tile_rows)
 
-    return balance, best_balance, best_parts, cut_tiles
+    @njit(cache=True, error_model="numpy")
+    def count_needs(tasks, starts, servers, tokens, q_units, kv_units, kind):
+        """See `needs.count`."""
+        _ = sources
+        return needs.count(tasks, starts, servers, tokens, q_units, kv_units, kind)
+
+    return balance, best_balance, best_parts, cut_tiles, count_needs
 
 
-balance, best_balance, best_parts, cut_tiles = _entries(_sources())
+balance, best_balance, best_parts, cut_tiles, count_needs = _entries(_sources())

@@ -116,17 +116,29 @@ def link_bytes_s(device: Device, servers: int, tp: int = 1) -> float:
     return device.within_node_bytes_s if within else device.between_nodes_bytes_s
 
 
-def exchange_s(
-    capacities: Capacities, heads: HeadShape, servers: int, device: Device, tp: int = 1
-) -> float:
-    """Predicted seconds of one layer's forward exchange, bf16: wire bytes, plus latency a hop.
+def exchange_latencies(transport: str) -> int:
+    """Latencies of a collective that one layer's exchange pays, out and back.
 
     A ragged collective pays it twice: it passes on its offsets first, and between nodes waits for the
     host to read them.
     """
-    wire_s = wire_bytes(capacities, servers, heads).forward / link_bytes_s(device, servers, tp)
-    rounds = 2 if capacities.transport == "ragged" else TRANSPORT_HOPS[capacities.transport]
-    return wire_s + 2 * rounds * device.hop_latency_s
+    return 2 * (2 if transport == "ragged" else TRANSPORT_HOPS[transport])
+
+
+def exchange_s(
+    capacities: Capacities,
+    heads: HeadShape,
+    servers: int,
+    device: Device,
+    tp: int = 1,
+    element_bytes: int = 2,
+) -> float:
+    """Predicted seconds of one layer's forward exchange: wire bytes, plus latency a hop. element_bytes: of
+    q, k, v (2 for bfloat16).
+    """
+    wire = wire_bytes(capacities, servers, heads, element_bytes)
+    wire_s = wire.forward / link_bytes_s(device, servers, tp)
+    return wire_s + exchange_latencies(capacities.transport) * device.hop_latency_s
 
 
 def choose_transport(

@@ -1,8 +1,9 @@
 """Seconds of one layer on one device: attention, linear layers, transfers. Host only.
 
-The one source of seconds for planning, predicting and simulating. Figures are measured on the device (`cad-jax
-profile` writes them, `from_csv` reads them), derived from published ones (shipped profiles), or a fraction of
-the device's published peak (`analytic`).
+The source of seconds for predicting, simulating and advising, and for plans that are given one. Figures are measured
+on the device (`cad-jax profile` writes them, `from_csv` reads them), derived from published ones (shipped profiles),
+or a fraction of the device's published peak (`analytic`). What a run settles without a profile, its transport, goes by
+`cost.exchange_s`: published links alone, so that all hosts choose alike.
 
 Shape letters: S servers, n tasks, R rows of a kernel's tile.
 """
@@ -144,7 +145,7 @@ class CostModel:
         )  # fmt: skip
         seconds = grid.seconds(shape, heads, backward=backward)
         total = np.bincount(tasks[:, SERVER], seconds, servers)
-        if capacities is None:
+        if capacities is None or not grid.slack_s.any():
             return total
         query_rows, key_rows = _buffer_rows(tasks, servers)
         empty = (capacities.query_rows - query_rows, capacities.key_rows - key_rows)

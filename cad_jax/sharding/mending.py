@@ -1,8 +1,8 @@
 """Balance mended: part of a plan goes home again and is balanced once more, another way.
 
 What a greedy gave away early it never takes back. Here the pieces around a crowded server do go home,
-a few at a time, and the greedy of `balance` finds new places for what is over then; the plan that
-costs less stays. All arithmetic is int64, choices come from a fixed sequence, and every host mends
+a few at a time, or one piece goes elsewhere, and the greedy of `balance` finds new places for what is
+over then; the plan that costs less stays. All arithmetic is int64, choices come from a fixed sequence, and every host mends
 alike.
 
 Shape letter: S servers.
@@ -15,7 +15,9 @@ from cad_jax.sharding.balance import balance
 from cad_jax.sharding.fares import WEIGHT, judged
 from cad_jax.sharding.pieces import AT, DOC, HOME, START, STOP, has_room, restart
 
-WAYS = 3  # to choose what goes home: of the crowded server, of another one too, of one document
+# To choose what goes home: of the crowded server, of another one too, of one document; or one piece of
+# the crowded server's goes to any other.
+WAYS = 4
 
 
 @njit(error_model="numpy")
@@ -63,9 +65,26 @@ def _some_document(pieces, crowded, seed):
 
 
 @njit(error_model="numpy")
-def _sent_home(pieces, fare, way, seed):
-    """A copy of the pieces, three in four of those that are chosen at home again."""
+def _sent_away(pieces, crowded, servers, seed):
+    """A copy of the pieces, one that is on the crowded server, or its own and away, on any other."""
+    result = pieces.copy()
+    seed = _next(seed)
+    first, to = _below(seed, max(pieces.shape[0], 1)), _below(_next(seed), servers)
+    for step in range(pieces.shape[0]):
+        i = (first + step) % pieces.shape[0]
+        at, home = pieces[i, AT], pieces[i, HOME]
+        if at == crowded or (at != home and home == crowded):
+            result[i, AT] = to
+            break
+    return ordered(result)
+
+
+@njit(error_model="numpy")
+def _disturbed(pieces, fare, way, seed):
+    """A copy of the pieces, three in four of those that are chosen at home again; or one elsewhere."""
     crowded = np.argmax(fare)
+    if way == 3:
+        return _sent_away(pieces, crowded, fare.size, seed)
     other = _below(seed, fare.size) if way == 1 else crowded
     document = _some_document(pieces, crowded, seed) if way == 2 else -1
     result = pieces.copy()
@@ -105,7 +124,7 @@ def mend(pool, state, pieces, fills, promised, tries, sweeps):
     seed = np.int64(1)
     for nth in range(tries):
         seed = _next(seed)
-        trial = _sent_home(pieces, fare, nth % WAYS, seed)
+        trial = _disturbed(pieces, fare, nth % WAYS, seed)
         if trial.shape[0] + 2 > state.pieces.shape[0]:
             break
         restart(pool, state, trial)

@@ -14,12 +14,12 @@ server, S servers, N documents.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
 
-from cad_jax.sharding.packing import FillStep, PackedStep
+from cad_jax.sharding.tasks import document_starts
 
 Placement = Literal["sequential", "aligned", "searched"]
 SHUFFLES = 6  # that a search tries
@@ -138,29 +138,11 @@ class _Aligned:
         return order + spare
 
 
-def placed(fill: FillStep, place_nano: Callable[[np.ndarray], np.ndarray]) -> FillStep:
-    """A way to pack steps whose pieces are laid in another order within each nano-batch.
-
-    place_nano: the order of a nano-batch's lengths, as `place` gives. Windows are as `fill` leaves
-    them, so that a stream resumes where it stopped.
-    """
-
-    def packed(
-        pending: Sequence[tuple[int, int]],
-        arrivals: Iterator[tuple[int, int]],
-        tokens_per_step: int,
-        window: int,
-    ) -> tuple[PackedStep, list[tuple[int, int]]]:
-        step, kept = fill(pending, arrivals, tokens_per_step, window)
-        keys: list[int] = []
-        lengths: list[int] = []
-        first = 0
-        for pieces in step.nano_pieces:
-            nano = step.lengths[first : first + pieces]
-            for at in place_nano(np.array(nano, np.int64)).tolist():
-                keys.append(step.keys[first + at])
-                lengths.append(nano[at])
-            first += pieces
-        return step._replace(keys=keys, lengths=lengths), kept
-
-    return packed
+def token_order(lengths: np.ndarray, order: np.ndarray, tokens: int) -> np.ndarray:
+    """New position -> old one of every token, int64 [tokens]: documents end to end, laid in `order`;
+    the padding behind them stays. lengths, order: int64 [N], as `place` takes and gives them."""
+    laid = lengths[order]
+    moved_by = document_starts(lengths)[order] - document_starts(laid)
+    positions = np.arange(tokens)
+    positions[: laid.sum()] += np.repeat(moved_by, laid)
+    return positions

@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cad_jax.sharding.capacities import default_capacities, home_capacities
-from cad_jax.sharding.cost import server_loads
+from cad_jax.sharding.capacities import default_capacities
+from cad_jax.sharding.compiled import count_needs
+from cad_jax.sharding.cost import exchange_latencies, server_loads
 from cad_jax.sharding.coverage import check_lengths
 from cad_jax.sharding.key_ranges import key_range_tasks
 from cad_jax.sharding.plan import Plan, describe_exceeded, home_plan
@@ -23,7 +24,7 @@ from cad_jax.sharding.prefixes import (
     prefix_tasks,
     reachable_loads,
 )
-from cad_jax.sharding.routing import WireBytes, required_capacities, wire_bytes
+from cad_jax.sharding.routing import WireBytes, wire_bytes
 from cad_jax.sharding.tasks import (
     HOME,
     Q_START,
@@ -37,6 +38,9 @@ from cad_jax.sharding.tasks import (
 
 RELAXED_TOLERANCES = (2, 4, 8)  # times the tolerance, tried where capacities refuse every plan
 REPAIR_MOVES = 8192  # moves the repair plans in all: some 48 rounds of usual plans
+# Of the busiest rank's bytes: plans so near each other are told apart by what all ranks take in. Blocks of
+# dense transports are as large for every rank.
+ALIKE = {"ragged": 1 / 64}
 SPEED_UNIT = 1024  # speeds are rounded to this part of the mean, so that every host decides alike
 
 _default_capacities = lru_cache(default_capacities)
@@ -89,7 +93,7 @@ def plan_documents(
 
     `key_ranges`: servers that the keys of one query row may be divided among, where that is cheaper
     than whole causal prefixes; 1 gives every task its whole prefix. By default what the capacities
-    allow (`Capacities.partials`), else 1.
+    allow (`Capacities.partials`), else 1; of given ones no more than they allow.
     `speeds`: [S], of each server in any unit; the bound is then on pairs over speed, and a slow server
     gets less. `node`: servers of a node, within which bytes are cheap. Whole plans are compared by what
     they put on the wire of the capacities' transport, forward and backward, in bfloat16; with a
@@ -114,6 +118,8 @@ def plan_documents(
             f"transport must be one of {', '.join(TRANSPORT_HOPS)}, got {transport!r}: leave it out for "
             "the one of fewest predicted seconds"
         )
+    # Default capacities hold the home plan of any documents end to end.
+    roomy = capacities is None and np.array_equal(starts, document_starts(lengths))
     if capacities is None:
         capacities = _default_capacities(
             servers, tokens_per_server, heads, max_document_tokens, transport,
@@ -124,11 +130,18 @@ def plan_documents(
             f"capacities are for transport {capacities.transport!r}, got transport {transport!r}: "
             "leave transport out, or make capacities for it"
         )
+    elif min(key_ranges or 1, servers) > capacities.partials:
+        raise ValueError(
+            f"key_ranges must be at most the partials that the capacities hold, {capacities.partials}, "
+            f"got {key_ranges}: make capacities with partials={min(key_ranges or 1, servers)}, or leave "
+            "key_ranges out"
+        )
     home = home_plan(
         lengths, servers=servers, tokens_per_server=tokens_per_server, heads=heads,
         capacities=capacities, tolerance=tolerance, starts=starts,
     )  # fmt: skip
-    _check_home_fits(home)
+    if not roomy:
+        _check_home_fits(home)
     # Copies where given: the compiled greedy would be compiled again for read-only arrays.
     documents = PoolDocuments(
         lengths.copy(), starts.copy(), tokens_per_server, heads,
@@ -163,8 +176,7 @@ def _balanced(
     bound = reachable_loads(documents, tolerance)
 
     def weighed(tasks: np.ndarray) -> _Weighed:
-        candidate = dataclasses.replace(home, tasks=tasks)
-        needed = required_capacities(candidate, capacities.transport)
+        needed = needed_capacities(home, tasks)
         fits = capacities.holds(needed)
         wire = wire_bytes(needed, servers, home.heads)
         cost = float(wire.forward + wire.backward)
@@ -180,9 +192,11 @@ def _balanced(
         )
         candidates += [] if tasks is None else [tasks]
     finished = [weighed(tasks) for tasks in candidates]
-    for plan in sorted(finished, key=lambda plan: plan.rank):
-        if plan.over == 0 and plan.fits:
-            return dataclasses.replace(home, tasks=plan.tasks)
+    good = [plan for plan in finished if plan.over == 0 and plan.fits]
+    if good:
+        most = min(plan.cost for plan in good) * (1 + ALIKE.get(capacities.transport, 0.0))
+        alike = [dataclasses.replace(home, tasks=plan.tasks) for plan in good if plan.cost <= most]
+        return alike[0] if len(alike) == 1 else min(alike, key=_travels)
 
     # Limits of rows steer the greedy, sometimes into a corner: another way, or one that knows none.
     few = partial(few_moves, documents, key_rows=capacities.key_rows)
@@ -203,6 +217,27 @@ def _balanced(
     return dataclasses.replace(home, tasks=best.tasks, fallback_tasks=fallback_tasks)
 
 
+def needed_capacities(home: Plan, tasks: np.ndarray) -> Capacities:
+    """The least capacities that hold sorted tasks, int64 [n, 7], in the place of a plan's own: what
+    `required_capacities` of that plan gives, sooner."""
+    heads, transport = home.heads, home.capacities.transport
+    # Copies: the compiled count would be compiled again for read-only arrays.
+    counted = count_needs(
+        tasks.copy(), home.starts.copy(), home.servers, home.tokens_per_server, heads.q_units, heads.kv_units,
+        list(TRANSPORT_HOPS).index(transport),
+    )  # fmt: skip
+    values = [int(value) for value in counted]
+    query_rows, key_rows, *pairs = values[:10]
+    hops, ways = TRANSPORT_HOPS[transport], 2 if transport in ("relay", "ragged") else 1
+    dispatch_units, output_units, dispatch_runs, output_runs = zip(
+        pairs[::2], pairs[1::2], strict=True
+    )
+    return Capacities(
+        transport, query_rows, key_rows, dispatch_units[:ways], output_units[:ways],
+        dispatch_runs[:hops], output_runs[:hops], *values[10:],
+    )  # fmt: skip
+
+
 def _seconds(
     home: Plan,
     tasks: np.ndarray,
@@ -220,7 +255,7 @@ def _seconds(
         seconds += cost_model.transfer_s(
             sent_bytes,
             within_node=servers <= documents.node,
-            hops=2 * TRANSPORT_HOPS[transport],
+            hops=exchange_latencies(transport),
         )
     return seconds
 
@@ -258,13 +293,6 @@ def _fitted(
         limits[server] = before[server] + (after - before)[server] // 2
 
 
-def reachable_load(lengths: np.ndarray, loads: np.ndarray, tolerance: float) -> int:
-    """Pairs that no server exceeds where all are as fast: see `prefixes.reachable_loads`. lengths:
-    int64 [N]; loads: int64 [S], of any plan of these documents."""
-    equal = PoolDocuments(lengths, lengths, 1, HeadShape(1, 1, 1), np.full(len(loads), 1), 1)
-    return int(reachable_loads(equal, tolerance).max())
-
-
 def _quantised_speeds(speeds, servers: int) -> np.ndarray:
     """Integers in proportion to speeds, int64 [S]; equal ones by default."""
     if speeds is None:
@@ -278,6 +306,11 @@ def _quantised_speeds(speeds, servers: int) -> np.ndarray:
     return np.maximum(np.rint(given / given.mean() * SPEED_UNIT).astype(np.int64), 1)
 
 
+def _travels(plan: Plan) -> int:
+    """Units that all ranks take in together."""
+    return int(plan.travelling_rows().units_in(plan.heads).sum())
+
+
 def _query_rows(tasks: np.ndarray, servers: int) -> np.ndarray:
     rows = np.zeros(servers, np.int64)
     np.add.at(rows, tasks[:, SERVER], tasks[:, Q_STOP] - tasks[:, Q_START])
@@ -289,14 +322,7 @@ def _moved(tasks: np.ndarray) -> int:
 
 
 def _check_home_fits(home: Plan) -> None:
-    limits, longest = home.capacities, int(home.lengths.max(initial=0))
-    floor = home_capacities(
-        home.servers, home.tokens_per_server, home.heads, max(longest, 1), limits.transport
-    )
-    end_to_end = np.array_equal(home.starts, document_starts(home.lengths))
-    if end_to_end and limits.holds(floor):
-        return  # the same answer in a tenth of the time
-    exceeded = home.capacities.exceeded(required_capacities(home, home.capacities.transport))
+    exceeded = home.capacities.exceeded(needed_capacities(home, home.tasks))
     if exceeded:
         raise ValueError(
             "capacities must hold at least the home plan (every task at its home), which needs "

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.planner import plan_documents
-from cad_jax.sharding.routing import required_capacities, wire_bytes
+from cad_jax.sharding.planner import needed_capacities, plan_documents
+from cad_jax.sharding.routing import wire_bytes
 from cad_jax.sharding.tasks import HeadShape, document_starts
 
 type Planner = Callable[..., Plan]
@@ -69,7 +69,7 @@ def wire_cost(planner: Planner, **arguments: Any) -> Callable[[np.ndarray], floa
 
     def cost(lengths: np.ndarray) -> float:
         plan = plan_with(planner, lengths, **arguments)
-        needed = required_capacities(plan, plan.capacities.transport)
+        needed = needed_capacities(plan, plan.tasks)
         wire = wire_bytes(needed, plan.servers, plan.heads)
         return float(wire.forward + wire.backward)
 

@@ -21,7 +21,6 @@ from cad_jax.sharding.tasks import (
     TASK_FIELDS,
     TILE_ROWS,
     HeadShape,
-    causal_pairs,
     home_tasks,
     sort_tasks,
 )
@@ -29,9 +28,11 @@ from cad_jax.sharding.tasks import (
 UNLIMITED = 2**62
 # Receivers fill this part of the tolerance, in tenths, in a round of the greedy each.
 FILL_TENTHS = (10, 6)
-# Tries to mend the best round, by servers of the pool at most: those of a large pool take long.
-TRIES = ((16, 16), (128, 12), (UNLIMITED, 8))
 REFINE_SWEEPS = 3
+# Tries to mend the best round and sweeps of each, by servers of the pool at most: bytes against time.
+EFFORT = ((16, 48, 1), (48, 20, 3), (128, 12, 1), (UNLIMITED, 8, 3))
+# Pieces a server that these are for: a try with as many more takes the square of that more time.
+USUAL_PIECES = 32
 _PIECE_COLUMNS = [DOCUMENT, Q_START, Q_STOP, HOME, SERVER]  # `pieces.DOC` and on
 
 
@@ -52,7 +53,7 @@ class PoolDocuments(NamedTuple):
     @property
     def pairs(self) -> int:
         """(query, key) pairs of all documents."""
-        return int((self.lengths * (self.lengths + 1) // 2).sum())
+        return int(self.lengths @ (self.lengths + 1)) // 2
 
 
 def load_bounds(pairs: int, speeds: np.ndarray, tolerance: float) -> np.ndarray:
@@ -74,7 +75,8 @@ def reachable_loads(documents: PoolDocuments, tolerance: float) -> np.ndarray:
     With cuts of at most c pairs that is (1 - 1/S) c more than the mean, c where speeds differ.
     """
     longest = int(documents.lengths.max(initial=0))
-    cut = int(causal_pairs(max(longest - TILE_ROWS, 0), longest, 0, longest))
+    rest = max(longest - TILE_ROWS, 0)
+    cut = (longest * (longest + 1) - rest * (rest + 1)) // 2
     servers, speeds, pairs = documents.servers, documents.speeds, documents.pairs
     listed = load_bounds(pairs, speeds, 0.0) + cut
     if np.all(speeds == speeds[0]):
@@ -89,7 +91,7 @@ def prefix_tasks(
 
     query_rows: int64 [S], most query rows of each server; key_rows: most key rows of any.
     """
-    tries = next(count for most, count in TRIES if documents.servers <= most)
+    tries, sweeps = next(effort for most, *effort in EFFORT if documents.servers <= most)
     fills = np.stack(
         [
             load_bounds(documents.pairs, documents.speeds, tolerance * tenths / 10)
@@ -97,11 +99,13 @@ def prefix_tasks(
         ]
     )
     pool, pieces = _pool(documents, tolerance, query_rows, key_rows)
+    crowding = max(len(pieces) // (documents.servers * USUAL_PIECES), 1)
+    tries = max(tries // crowding**2, 1)
     room = len(pieces) + 64 * documents.servers
     # Not what list scheduling may end within: where the tolerance can be kept, bytes do not excuse more.
     promised = load_bounds(documents.pairs, documents.speeds, tolerance)
     while True:
-        moved = best_balance(pool, pieces, room, fills, promised, REFINE_SWEEPS, tries)
+        moved = best_balance(pool, pieces, room, fills, promised, sweeps, tries)
         if len(moved):
             return _tasks(moved)
         room *= 2

@@ -2,7 +2,7 @@
 
 Comment lines `# name: value` come first and say how the figures were had; then one table whose column
 `part` says what a row is: attention of a task, linear layers of so many tokens, one exchange. Cells that
-a part does not have are empty.
+a part does not have are empty. The header counts the rows: a file cut short is refused.
 """
 
 import csv
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, get_type_hints
 LABELS = ("measured", "derived")
 TILES_OF = ("task", "buffer")
 LINKS = ("within_node", "between_nodes")
+MAX_CHARACTERS = 2**24  # no grid has so many points: the rest of a larger file is not read
+LEAST, MOST = 1e-15, 1e15  # of any number: products of a few of them stay finite
 CURE = "write the file with cad-jax profile, or correct it"
 
 
@@ -109,6 +111,7 @@ class Profile:
         """OSError where the file cannot be written."""
         header = self.header
         lines = [f"# {n}: {getattr(header, n)}\n" for n in _HEADER_NAMES]
+        lines.append(f"# rows: {len(self.rows)}\n")
         lines += [f"# note: {' '.join(note.split())}\n" for note in header.notes]
         with Path(path).open("w", newline="") as file:
             file.writelines(lines)
@@ -136,7 +139,8 @@ def load(path: str | Path) -> Profile:
         ValueError: the file cannot be read or is damaged; the message names the line.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        with Path(path).open(encoding="utf-8") as file:
+            lines = file.read(MAX_CHARACTERS).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"a profile must be a readable CSV file, got {path} ({error}): name one that cad-jax "
@@ -144,7 +148,7 @@ def load(path: str | Path) -> Profile:
         ) from error
     comments = [line for line in lines if line.startswith("#")]
     table = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
-    header = _header(path, comments)
+    header, count = _header(path, comments)
     rows = list(csv.reader(line for _, line in table))
     if not rows or tuple(rows[0]) != COLUMNS:
         raise ValueError(
@@ -154,10 +158,15 @@ def load(path: str | Path) -> Profile:
     parsed = [
         _row(f"{path}, line {n}", cells) for (n, _), cells in zip(table[1:], rows[1:], strict=True)
     ]
+    if len(parsed) != count:
+        raise ValueError(
+            f"{path} must have the {count} rows that its header counts, got {len(parsed)}: {CURE}"
+        )
     return Profile(header, tuple(parsed))
 
 
-def _header(path: str | Path, comments: Iterable[str]) -> ProfileHeader:
+def _header(path: str | Path, comments: Iterable[str]) -> tuple[ProfileHeader, int]:
+    """The header and the number of rows."""
     found: dict[str, str] = {}
     notes = []
     for line in comments:
@@ -166,7 +175,7 @@ def _header(path: str | Path, comments: Iterable[str]) -> ProfileHeader:
             notes.append(value.strip())
         else:
             found[name.strip()] = value.strip()
-    for name in _HEADER_NAMES:
+    for name in (*_HEADER_NAMES, "rows"):
         if not found.get(name):
             raise ValueError(f"{path} must have a line '# {name}: ...', got none: {CURE}")
     for name, choices in (("label", LABELS), ("tiles_of", TILES_OF)):
@@ -175,8 +184,8 @@ def _header(path: str | Path, comments: Iterable[str]) -> ProfileHeader:
                 f"{path}: {name} must be one of {', '.join(choices)}, got {found[name]!r}: {CURE}"
             )
     values = {n: found[n] for n in _HEADER_NAMES if n != "tile_rows"}
-    tile_rows = _number(f"{path}: tile_rows", found["tile_rows"], int)
-    return ProfileHeader(**values, tile_rows=int(tile_rows), notes=tuple(notes))
+    tile_rows, rows = (int(_number(f"{path}: {n}", found[n], int)) for n in ("tile_rows", "rows"))
+    return ProfileHeader(**values, tile_rows=tile_rows, notes=tuple(notes)), rows
 
 
 def _row(where: str, cells: list[str]) -> Row:
@@ -207,7 +216,9 @@ def _number(where: str, text: str, kind: type) -> float:
         value = kind(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
+    if not value > 0:  # nan is not
         what = "a whole number above 0" if kind is int else "a number above 0"
-        raise ValueError(f"{where} must be {what}, got {text!r}: {CURE}")
+        raise ValueError(f"{where} must be {what}, got {text[:40]!r}: {CURE}")
+    if not LEAST <= value <= MOST:
+        raise ValueError(f"{where} must be from {LEAST:g} to {MOST:g}, got {text[:40]!r}: {CURE}")
     return value

@@ -34,6 +34,8 @@ class Setting:
     its backward gathers keys once more; gather_share: of the network's bandwidth that its collectives
     reach. keeps_ffn: the backward does not run the feed-forward again, and its rows stay in memory.
     tokens_over_tp: whether tp splits tokens, or weights, outside attention, for the memory.
+    element_bytes: of q, k and v on the wire. published_copy_byte_s: seconds of compute, forward and backward, a
+    byte of a rank's own q, k and v, that copies around the published planner's exchanges take.
     """
 
     model: ModelShape
@@ -49,6 +51,8 @@ class Setting:
     gather_share: float = 1.0
     keeps_ffn: bool = False
     tokens_over_tp: bool = True
+    element_bytes: int = 2
+    published_copy_byte_s: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self):
         if self.ranks < 1 or self.pp < 1 or self.ranks % self.pp:
@@ -73,7 +77,9 @@ class Setting:
         return self.ranks // self.pp
 
     def wire(self, ranks: int) -> Wire:
-        return Wire(self.costs, ranks, self.tp, self.all_remote, self.gather_share)
+        return Wire(
+            self.costs, ranks, self.tp, self.all_remote, self.gather_share, self.element_bytes
+        )
 
 
 class StepResult(NamedTuple):

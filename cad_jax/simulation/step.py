@@ -56,7 +56,10 @@ def pooled_works(
     pool = pool_of(setting, setting.ranks, tokens, longest)
     if strategy == "published":
         made = [
-            [strategies.published_work(stages, pool, tolerance) for stages in nanos]
+            [
+                strategies.published_work(stages, pool, tolerance, setting.published_copy_byte_s)
+                for stages in nanos
+            ]
             for nanos in _ticks(setting, lengths)
         ]
         return [made[at] for at in compositions(one_f_one_b(setting.pp, len(lengths)))[1]]

@@ -73,6 +73,16 @@ class Pool:
     def costs(self) -> CostModel:
         return self.wire.costs
 
+    @property
+    def q_bytes(self) -> int:
+        """Queries of one rank's tokens."""
+        return self.tokens_per_server * self.heads.q_row_bytes(self.wire.element_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one rank's tokens."""
+        return self.tokens_per_server * self.heads.kv_row_bytes(self.wire.element_bytes)
+
 
 def plan(
     lengths: np.ndarray,
@@ -131,8 +141,8 @@ def planned_work(
     plan: Plan, pool: Pool, transport: Transport, capacities: Capacities | None = None
 ) -> AttentionWork:
     """A plan's work. capacities: static ones of a run, by default just what this plan needs."""
-    forward, backward = attention_seconds(plan.tasks, pool.servers, pool.heads, pool.costs)
     held = required_capacities(plan, transport) if capacities is None else capacities
+    forward, backward = attention_seconds(plan.tasks, pool.servers, pool.heads, pool.costs, held)
     if transport == "ragged":
         exchanges = exact_exchanges(
             moved_rows(plan),
@@ -149,8 +159,14 @@ def planned_work(
     )
 
 
-def published_work(stages: Sequence[np.ndarray], pool: Pool, tolerance: float) -> AttentionWork:
-    """The published planner's work. stages: documents of each pipeline stage; one without a pipeline."""
+def published_work(
+    stages: Sequence[np.ndarray],
+    pool: Pool,
+    tolerance: float,
+    copy_byte_s: tuple[float, float] = (0.0, 0.0),
+) -> AttentionWork:
+    """The published planner's work. stages: documents of each pipeline stage; one without a pipeline.
+    copy_byte_s: see `Setting.published_copy_byte_s`; its seconds count as attention."""
     made = plan_published(
         stages,
         servers=pool.servers,
@@ -158,7 +174,11 @@ def published_work(stages: Sequence[np.ndarray], pool: Pool, tolerance: float) -
         heads=pool.heads,
         tolerance=tolerance,
     )
-    forward, backward = attention_seconds(made.tasks, pool.servers, pool.heads, pool.costs)
+    kernels = attention_seconds(made.tasks, pool.servers, pool.heads, pool.costs)
+    own_bytes = pool.q_bytes + pool.kv_bytes
+    forward, backward = (
+        s + own_bytes * byte_s for s, byte_s in zip(kernels, copy_byte_s, strict=True)
+    )
     rows = made.moved_rows()
     exchanges = exact_exchanges(
         rows, pool.heads, pool.wire, backward_q_rows=3, backward_scalars=1, announced=False
@@ -240,7 +260,7 @@ def gathered_work(
         head_tail_seconds(lengths, pool.servers, pool.heads, pool.costs, backward=b)
         for b in (False, True)
     )
-    shard = pool.tokens_per_server * pool.heads.kv_row_bytes()
+    shard = pool.kv_bytes
     gather = _collective(pool.wire, shard)
     scatter = _collective(pool.wire, shard * gradient_bytes)
     nothing = Exchange((), np.zeros(pool.servers))
@@ -256,7 +276,7 @@ def ring_work(
 ) -> AttentionWork:
     """The same spread as `gathered_work`, keys and values passed on S - 1 times beside attention, in
     the backward with their gradients, which come home in one hop more."""
-    shard, steps = pool.tokens_per_server * pool.heads.kv_row_bytes(), pool.servers - 1
+    shard, steps = pool.kv_bytes, pool.servers - 1
     within = pool.wire.node_ranks >= pool.servers
 
     def passed(shard_bytes: float, hops: int) -> Exchange:

@@ -94,7 +94,7 @@ class Wire(NamedTuple):
     """How bytes turn into seconds for a pool whose ranks are tp devices each.
 
     all_remote: peers in a rank's own node count as if they were in another. gather_share: of the
-    network's bandwidth that all-gathers and reduce-scatters reach.
+    network's bandwidth that all-gathers and reduce-scatters reach. element_bytes: of q, k and v.
     """
 
     costs: CostModel
@@ -102,6 +102,7 @@ class Wire(NamedTuple):
     tp: int
     all_remote: bool = False
     gather_share: float = 1.0
+    element_bytes: int = 2
 
     @property
     def node_ranks(self) -> int:
@@ -146,7 +147,7 @@ def padded_exchanges(
 ) -> tuple[Exchange, Exchange, Exchange, Exchange]:
     """Dispatch, combine and those of the backward as the trainer's transports run them: every pair
     as large as its capacity, whatever the plan needs."""
-    unit = heads.unit_heads * heads.head_dim * 2
+    unit = heads.unit_heads * heads.head_dim * wire.element_bytes
     wide = unit + LSE_BYTES * heads.unit_heads
 
     def exchange(units: Sequence[int], unit_bytes: int) -> Exchange:
@@ -178,7 +179,7 @@ def exact_exchanges(
     backward_q_rows, backward_scalars: what a query takes along in the backward's dispatch, rows of its
     size and float32 a head. announced: a collective of nothing but offsets goes before each.
     """
-    q, kv = heads.q_row_bytes(), heads.kv_row_bytes()
+    q, kv = heads.q_row_bytes(wire.element_bytes), heads.kv_row_bytes(wire.element_bytes)
     scalar = LSE_BYTES * heads.num_q_heads
 
     def exchange(q_bytes: float, kv_bytes: float, *, home: bool) -> Exchange:
@@ -216,10 +217,17 @@ def moved_rows(plan: Plan) -> MovedRows:
 
 
 def attention_seconds(
-    tasks: np.ndarray, servers: int, heads: HeadShape, costs: CostModel
+    tasks: np.ndarray,
+    servers: int,
+    heads: HeadShape,
+    costs: CostModel,
+    capacities: Capacities | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward seconds of each server, float64 [S]."""
-    forward, backward = (costs.server_s(tasks, servers, heads, backward=b) for b in (False, True))
+    """Forward and backward seconds of each server, float64 [S]. capacities: see `CostModel.server_s`."""
+    forward, backward = (
+        costs.server_s(tasks, servers, heads, backward=b, capacities=capacities)
+        for b in (False, True)
+    )
     return forward, backward
 
 

@@ -4,9 +4,9 @@ table of published against ours.
     python -m experiments.figures.regenerate [FIGURE ..] [--batches N] [--out FOLDER]
 
 Without names: all, the cheap ones first; README.md is written after each, so that what was done stays when
-the rest is stopped. Sections of figures that are not named are kept. Host only. On one core and with their own
-numbers of batches the first seven take about 6 minutes together, without_pipeline some 25 and with_pipeline
-some 40 (estimated from one batch); what each took is in README.md.
+the rest is stopped. Sections of figures that are not named are kept. Host only. On one idle core and with their own
+numbers of batches the first ten take about 5 minutes together, without_pipeline and with_pipeline some 10 each
+(estimated from CPU seconds of a few batches); what each took is in README.md.
 """
 
 import argparse
@@ -22,6 +22,9 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "simulated"
 SCRIPTS = (
     "shards",
     "memory_and_gathers",
+    "kernel_shards",
+    "packing_memory",
+    "wire_bytes",
     "window",
     "packing_limits",
     "distributed_attention",

@@ -18,15 +18,16 @@ from experiments.figures.common import (
     BATCHES,
     KIB,
     Arguments,
+    Plans,
     Row,
     arguments,
     cad_step,
+    choose,
     fair_costs,
     interval,
     markdown,
     paired,
     record,
-    tuned,
     wlb,
     write,
 )
@@ -49,12 +50,13 @@ def log_normal(row: Row, sigma: float, number: int) -> list[list[np.ndarray]]:
 
 
 def compared(setting: Setting, row: Row, every, kernel: str, what: str):
-    """Records, and intervals over ours: (baseline, all-gather, home)."""
-    tolerance = tuned(setting, every[0], row)
+    """Records, and how ours runs with intervals over it: (baseline, all-gather, home)."""
+    plans: Plans = {}
+    chosen = choose(setting, every, row, plans)
     records, steps = [], {}
     for number, nanos in enumerate(every):
         results = {
-            "cad": cad_step(setting, nanos, row, tolerance=tolerance),
+            "cad": cad_step(setting, nanos, row, **chosen._asdict(), plans=plans),
             "wlb": wlb(setting, nanos, 1.5),
         }
         for name in ("all_gather", "home"):
@@ -66,7 +68,7 @@ def compared(setting: Setting, row: Row, every, kernel: str, what: str):
             records.append(record("sensitivity", row, what, number, kernel, result))
             steps.setdefault(name, []).append(result.step_s)
     ratios = [interval(paired(steps[n], steps["cad"])) for n in ("wlb", "all_gather", "home")]
-    return records, [tolerance, *ratios]
+    return records, [chosen, *ratios]
 
 
 def main(args: Arguments) -> None:
@@ -89,7 +91,7 @@ def main(args: Arguments) -> None:
     write(args.out / "sensitivity.csv", records)
     print(
         markdown(
-            ("", "kernel", "tolerance taken", "baseline over ours", "all-gather CP over ours",
+            ("", "kernel", "ours: transport, tolerance", "baseline over ours", "all-gather CP over ours",
              "home over ours"),
             lines,
         )

@@ -20,7 +20,7 @@ from strategy_cases import (
 
 from cad_jax.attention.head_tail import head_tail
 from cad_jax.attention.strategies import STRATEGIES, make_strategy
-from cad_jax.sharding.cost import exchange_s
+from cad_jax.sharding.cost import DEVICES, exchange_s
 from cad_jax.sharding.tasks import HeadShape
 
 HEADS = HeadShape(8, 2, 64)
@@ -232,3 +232,18 @@ def test_ragged_is_described_as_a_bound() -> None:
     shape = {"servers": 4, "tokens_per_server": 512, "heads": HEADS}
     text = make_strategy("cad", transport="ragged", head_axis="tp", tp=4, **shape).describe()
     assert text.startswith("ragged transport: at most ") and "; tokens to heads and back: " in text
+
+
+def test_exchanges_are_described_in_the_elements_of_the_run() -> None:
+    """Padding and latency aside, float32 takes twice the bytes of bfloat16, and twice the seconds."""
+    shape = {"servers": 4, "tokens_per_server": 16_384, "heads": HEADS}
+    figures = []
+    for element_bytes in (2, 4):
+        strategy = make_strategy("cad", transport="direct", element_bytes=element_bytes, **shape)
+        figures.append(
+            [float(x) for x in re.findall(r"([0-9.]+) (?:MiB|ms) ", strategy.describe())]
+        )
+    (bytes_2, ms_2), (bytes_4, ms_4) = figures
+    latency_ms = 2e3 * DEVICES["h200"].hop_latency_s
+    assert bytes_4 == pytest.approx(2 * bytes_2, rel=0.05)
+    assert ms_4 - latency_ms == pytest.approx(2 * (ms_2 - latency_ms), rel=0.05)

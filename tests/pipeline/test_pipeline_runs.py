@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from cad_jax.launch import launch, make_run_strategies, open_data
+from cad_jax.sharding.planner import plan_documents
 from tests.tiny_runs import compile_once, tiny_config, with_changes, write_corpus
 
 STEPS = 30
 PIPELINE = dict(pp=2, dp=2, tp=2, tp_splits="tokens")
+asked = []  # of `told`
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +74,24 @@ def test_a_pipelines_checkpoint_goes_on_without_one(whole_run, corpus, tmp_path)
     assert losses(other) == pytest.approx(losses(whole_run)[:4], rel=1e-5)
 
 
+def told(lengths, **arguments):
+    """A planner of one's own."""
+    asked.append(arguments)
+    return plan_documents(lengths, **arguments)
+
+
+def test_own_plans_of_placed_documents_follow_the_whole_run(whole_run, corpus, tmp_path):
+    """Plans by tick and nano-batch of another planner, for a slow server, documents aligned to ranks."""
+    config = tiny_config(tmp_path, corpus, overlap="pingpong", steps=2)
+    speeds = (1.0, 0.5, 1.0, 1.0)
+    attention = {"planner": f"{__name__}:told", "server_speeds": speeds, "placement": "aligned"}
+    launch(with_changes(config, mesh=PIPELINE, attention=attention))
+    assert losses(config) == pytest.approx(losses(whole_run)[:2], rel=1e-5)
+    assert losses(config) != losses(whole_run)[:2], "the same order and plans?"
+    assert all(a["servers"] == 4 and a["starts"] is not None for a in asked)
+    assert asked[-1]["speeds"].tolist() == list(speeds)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -108,6 +128,10 @@ def test_a_pipelines_checkpoint_goes_on_without_one(whole_run, corpus, tmp_path)
                 model=dict(num_layers=4), mesh=dict(virtual_stages=2), training=dict(microbatches=3)
             ),
             r"microbatches must be a multiple of stages \(= 2\), got 3: use 4",
+        ),
+        (
+            dict(attention=dict(placement="searched")),
+            r"placement \(=searched\) compares plans .* needs mesh.pp 1 \(=2\).*; use aligned",
         ),
         (
             dict(mesh=dict(pp=1, dp=4, virtual_stages=2)),

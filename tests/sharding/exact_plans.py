@@ -82,3 +82,73 @@ def best_units(lengths, servers, tokens, heads: HeadShape, bound: int, limit_s: 
     )  # fmt: skip
     best = np.inf if found.x is None else found.fun + fixed
     return Bound(best, found.mip_dual_bound + fixed)
+
+
+def least_worst(
+    lengths, servers, tokens, heads: HeadShape, bound: int, cell: int, limit_s: float
+) -> float:
+    """Units in that the worst server has at least, in any plan with whole prefixes: a mixed-integer
+    relaxation.
+
+    Documents shorter than `cell` travel free. Others are cut in cells of so many tokens and at rank
+    boundaries, whose pairs servers share in any parts, by as few queries as at the cell's end; of the
+    cells before one that a server computes in it has all keys, of that one none. lengths: int [N], end
+    to end; bound: pairs no server may exceed; limit_s: seconds to search.
+    """
+    starts = np.cumsum(lengths) - lengths
+    long = np.flatnonzero(np.asarray(lengths) >= cell)
+    pairs = np.asarray(lengths, float) * (np.asarray(lengths) + 1) / 2
+    free = pairs.sum() - pairs[long].sum()
+    cells = []  # (document, first, end, home)
+    for d in long:
+        ranks = range(starts[d] // tokens + 1, (starts[d] + lengths[d] - 1) // tokens + 1)
+        cuts = {*range(0, lengths[d], cell), *(rank * tokens - starts[d] for rank in ranks)}
+        cuts = [*sorted(cuts), lengths[d]]
+        cells += [
+            (d, a, b, (starts[d] + a) // tokens) for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+    n = len(cells)
+    part, used = np.arange(2 * n * servers).reshape(2, n, servers)
+    spare, worst = 2 * n * servers + np.arange(servers), (2 * n + 1) * servers
+    rows, columns, values, lower, upper = [], [], [], [], []
+
+    def between(low, high, *terms):
+        for column, value in terms:
+            rows.append(len(upper))
+            columns.append(column)
+            values.append(value)
+        lower.append(low)
+        upper.append(high)
+
+    work = [(b * (b + 1) - a * (a + 1)) / 2 / bound for _, a, b, _ in cells]
+    for c in range(n):
+        between(1, 1, *((part[c, s], 1) for s in range(servers)))
+    between(free / bound, free / bound, *((x, 1) for x in spare))
+    for s in range(servers):
+        between(-np.inf, 1, (spare[s], 1), *((part[c, s], work[c]) for c in range(n)))
+        units, returned = [(worst, -1.0)], 0.0
+        for c, (d, a, b, home) in enumerate(cells):
+            between(-np.inf, 0, (part[c, s], 1), (used[c, s], -1))
+            later = c + 1 < n and cells[c + 1][0] == d
+            if later:
+                between(-np.inf, 0, (used[c + 1, s], 1), (used[c, s], -1))
+            query = work[c] * bound / b * heads.q_units
+            if home == s:
+                units.append((part[c, s], -query))
+                returned += query
+                continue
+            units.append((part[c, s], query))
+            if later:
+                units.append((used[c + 1, s], (b - a) * heads.kv_units))
+        between(-np.inf, -returned, *units)
+    size = worst + 1
+    cost, integral, most = np.zeros(size), np.zeros(size), np.full(size, np.inf)
+    cost[worst], integral[used.ravel()], most[: 2 * n * servers] = 1, 1, 1
+    matrix = coo_array((values, (rows, columns)), shape=(len(upper), size))
+    found = milp(
+        cost, integrality=integral, bounds=Bounds(np.zeros(size), most),
+        constraints=LinearConstraint(matrix.tocsr(), lower, upper),
+        options={"time_limit": limit_s},
+    )  # fmt: skip
+    # Without long documents nothing is integral, and the solution is the bound.
+    return max(found.fun if found.mip_dual_bound is None else found.mip_dual_bound, 0.0)

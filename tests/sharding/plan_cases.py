@@ -6,6 +6,7 @@ servers and anything a planner would never do still has to arrive.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,6 +99,15 @@ def plan_of(lengths, tasks, servers, tokens, heads, transport, *, roomy=False, s
     plan = dataclasses.replace(plan, capacities=needed)
     plan.check()
     return plan
+
+
+def most_pairs(lengths, servers: int, tolerance: float) -> float:
+    """Pairs that no server of a plan exceeds: (1 + tolerance) times the mean, or that much more than
+    the mean as list scheduling ends within: the share of S - 1 in S of the costliest 128 rows."""
+    mean = sum(n * (n + 1) // 2 for n in map(int, lengths)) / servers
+    longest = max(map(int, lengths), default=0)
+    costliest = sum(range(max(longest - 128, 0) + 1, longest + 1))
+    return max((1 + tolerance) * mean, math.ceil(mean + (1 - 1 / servers) * costliest))
 
 
 def no_capacities(transport: str) -> Capacities:

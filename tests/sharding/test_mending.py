@@ -23,7 +23,7 @@ from cad_jax.sharding.tasks import (
     document_starts,
     home_tasks,
 )
-from tests.sharding.exact_plans import best_units
+from tests.sharding.exact_plans import best_units, least_worst
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
@@ -95,3 +95,17 @@ def test_plans_are_near_the_best_there_is():
         ratios.append(judged_units(plan) / exact.best)
     ratios.sort()
     assert len(ratios) >= 12 and np.median(ratios) <= 1.01 and ratios[-2] <= 1.12
+
+
+def test_no_plan_is_below_the_bound_of_its_worst_server():
+    """Nor is an exact one; and where one document fills the pool the bound says much."""
+    heads, servers, tokens = HeadShape(4, 1, 8), 4, 768
+    for lengths, says in (([3072], 0.7), ([1000, 2000, 50], 0.5), ([256] * 12, 0.0)):
+        plan = plan_documents(
+            lengths, servers=servers, tokens_per_server=tokens, num_q_heads=4, num_kv_heads=1,
+            head_dim=8, tolerance=0.1,
+        )  # fmt: skip
+        bound = max(int(plan.loads().max()), int(1.1 * plan.loads().mean()))
+        least = least_worst(np.array(lengths), servers, tokens, heads, bound, 256, 60.0)
+        worst = plan.travelling_rows().units_in(heads).max()
+        assert says * worst <= least <= worst

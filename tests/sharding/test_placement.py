@@ -1,15 +1,11 @@
 """Placement: a permutation of a step's documents, nothing else, and what it is good for."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cad_jax.sharding.nano_batches import pack_halves
-from cad_jax.sharding.packing import pack, pack_step
-from cad_jax.sharding.placement import place, placed
+from cad_jax.sharding.placement import place, token_order
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.planners import wire_cost
 from cad_jax.sharding.tasks import document_starts
@@ -101,35 +97,17 @@ def test_errors_name_the_cure():
         place(np.array([1]), "searched", 1, 1)
 
 
-@pytest.mark.parametrize("fill", [pack_step, pack_halves])
-def test_packed_steps_keep_their_documents_and_windows(fill):
-    """Order within nano-batches alone: the same keys in each, and a stream that goes on the same from
-    any window it stopped at."""
-    lengths = np.random.default_rng(0).integers(1, 200, 300)
-
-    def place_nano(nano):
-        return place(nano, "aligned", 4, -(-int(nano.sum()) // 4))
-
-    moved = 0
-    wanted = list(pack(lengths, 1024, window=16, fill=fill))
-    got = list(pack(lengths, 1024, window=16, fill=placed(fill, place_nano)))
-    for before, after in zip(wanted, got, strict=True):
-        assert after.nano_pieces == before.nano_pieces
-        assert after.padding_tokens == before.padding_tokens
-        assert after.lengths == lengths[after.keys].tolist()
-        bounds = [0, *itertools.accumulate(before.nano_pieces)]
-        for low, high in itertools.pairwise(bounds):
-            assert sorted(before.keys[low:high]) == sorted(after.keys[low:high])
-        moved += before.keys != after.keys
-    assert moved > len(wanted) // 2
-
-    def windows(fill):
-        arrivals, pending = iter(enumerate(lengths.tolist())), []
-        for _ in range(8):
-            _, pending = fill(pending, arrivals, 1024, 16)
-            yield pending
-
-    assert list(windows(fill)) == list(windows(placed(fill, place_nano)))
+def test_tokens_move_with_their_documents_and_padding_stays():
+    """Token by token."""
+    lengths, order = np.array([3, 0, 2, 5, 0, 1]), np.array([3, 1, 5, 0, 4, 2])
+    tokens, document = 14, []
+    for number, length in enumerate(lengths.tolist()):
+        document += [(number, position) for position in range(length)]
+    wanted = [(number, position) for number in order for position in range(lengths[number])]
+    got = token_order(lengths, order, tokens).tolist()
+    assert [document[token] for token in got[:11]] == wanted
+    assert got[11:] == [11, 12, 13]
+    assert token_order(np.zeros(0, np.int64), np.zeros(0, np.int64), 2).tolist() == [0, 1]
 
 
 @pytest.mark.skipif(not REAL_LENGTHS_DIR.is_dir(), reason="no real length lists here")

@@ -1,0 +1,122 @@
+"""What `cad-jax simulate` is asked for: documents, a cluster, strategies, files. Works without jax."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cad_jax.command_line import check_number, check_outputs
+from cad_jax.pool_limits import MAX_MICROBATCHES, MAX_POOL_TOKENS, MAX_TOLERANCE, check_memory
+from cad_jax.sharding.cost import DEVICES
+from cad_jax.simulation.causes import Name as Cause
+from cad_jax.simulation.step import Overlap
+from cad_jax.simulation.workloads import WORKLOADS
+
+Strategy = Literal["cad", "published", "home", "all_gather", "ring", "wlb"]
+PIPELINE_MICROBATCHES = 8  # where stages are asked for and microbatches are not
+MAX_HEADROOM = 1000
+BANDWIDTHS_GB_S = (1e-3, 1e6)
+
+
+@dataclass(frozen=True)
+class SimulateArgs:
+    """Simulates one training step, event by event, under each strategy. Everything printed is simulated."""
+
+    ranks: int
+    """Ranks of the pool, all pipeline stages together; each is tp devices, and each a server (`plan` says
+    --servers)."""
+    tokens_per_rank: int
+    """Tokens of a rank in a nano-batch (`plan` says --tokens-per-server); a microbatch has twice as many."""
+    lengths: Path | None = None
+    """File with one document length in tokens a line, packed as in training, at least a whole step of
+    them; or give --workload."""
+    workload: str | None = None
+    """Instead of --lengths: pretrain, prolong (as published), shuffled, mixed or one_long."""
+    longest_tokens: int = 131_072
+    """Longest document of --workload."""
+    strategies: tuple[Strategy, ...] = ("cad", "published", "home", "all_gather", "ring", "wlb")
+    """Which to simulate; the trace and the plot show the first, and ratios are to it. cad: this
+    project's plans. published: the planner of the published system. home: nothing is planned.
+    all_gather, ring: every document over all ranks of a stage, keys gathered or passed around. wlb:
+    variable-length packing (WLB-LLM), the published baseline."""
+    model: str = "llama3-8b"
+    """Whose layers: llama3-8b, llama3-70b, llama-34b and others."""
+    device: str = "h200"
+    """Of the cluster: h200, h100, a100, b200, cpu."""
+    profile: str | None = None
+    """Kernel times: a CSV of `cad-jax profile`, the name of one that ships (h200_fa2, h200_fa3, cpu), or
+    "analytic" for a fixed fraction of the device's peak. By default h200_fa3 on h100 and h200, cpu on
+    cpu, else analytic."""
+    tp: int = 8
+    """Devices that share a rank's tokens."""
+    tp_splits: Literal["weights", "tokens"] = "tokens"
+    """What tp splits outside attention, for the memory."""
+    pp: int = 1
+    """Pipeline stages."""
+    microbatches: int | None = None
+    """Of a step; by default 8 with stages, 1 without."""
+    tolerance: float = 0.05
+    """Of cad and of the published planner: how far over the mean the most loaded server may be."""
+    transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
+    """Of cad; auto takes direct or relay; ragged moves only the rows needed, without padding."""
+    overlap: Overlap = "pingpong"
+    """How cad and the published planner's exchanges lie beside compute."""
+    between_nodes_gb_s: float | None = None
+    """Network of a GPU per direction, 1e9 bytes/s; by default the device's."""
+    recompute: float = 1.0
+    """Share of the linear layers that a backward runs again; this trainer runs all of them."""
+    all_remote: bool = False
+    """Count every exchange between ranks at the speed of the network between nodes, also where ranks
+    share a node."""
+    causes: tuple[Cause, ...] = ()
+    """Costs that measurements of the published system show and its description leaves out: copies, slow_gathers,
+    slow_kernels (fitted; sources in cad_jax/simulation/causes.py)."""
+    headroom: float = 1.0
+    """Of wlb, at least 1: a microbatch may hold so many times the mean tokens, and needs memory for
+    them; the published baseline ran with 1, no room at all."""
+    json: Path | None = None
+    """Write the figures here."""
+    trace: Path | None = None
+    """Write the first strategy's events here, for ui.perfetto.dev."""
+    plot: Path | None = None
+    """Draw the first strategy's timeline here (PNG)."""
+
+    @property
+    def step_microbatches(self) -> int:
+        """M, given or by default."""
+        return self.microbatches or (PIPELINE_MICROBATCHES if self.pp > 1 else 1)
+
+    def check(self) -> None:
+        """Raises ValueError for arguments that are wrong by themselves."""
+        if (self.lengths is None) == (self.workload is None):
+            raise ValueError("give documents once: either --lengths FILE or --workload NAME")
+        if self.workload is not None and self.workload not in WORKLOADS:
+            raise ValueError(
+                f"--workload must be one of {', '.join(WORKLOADS)}, got {self.workload}"
+            )
+        if self.device not in DEVICES:
+            raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {self.device}")
+        if not self.strategies:
+            raise ValueError("--strategies must name at least one: cad, for instance")
+        if len(set(self.strategies)) < len(self.strategies):
+            raise ValueError(
+                f"--strategies must name each once, got {' '.join(self.strategies)}: leave out the second"
+            )
+        for name in ("ranks", "tokens_per_rank", "tp", "pp"):
+            flag = f"--{name.replace('_', '-')}"
+            check_number(flag, getattr(self, name), 1, MAX_POOL_TOKENS, "use 1 or more")
+        check_number("--microbatches", self.microbatches, 1, MAX_MICROBATCHES, "8 is usual")
+        check_number("--tolerance", self.tolerance, 0, MAX_TOLERANCE, "0.05 is usual")
+        check_number("--headroom", self.headroom, 1, MAX_HEADROOM, "1 is none at all")
+        check_number("--recompute", self.recompute, 0, 1, "1 is all of it")
+        check_number(
+            "--between-nodes-gb-s", self.between_nodes_gb_s, *BANDWIDTHS_GB_S, "50 is 400 Gb/s"
+        )
+        pool_tokens = 2 * self.tokens_per_rank * self.ranks
+        if pool_tokens > MAX_POOL_TOKENS:
+            raise ValueError(
+                f"2 x --tokens-per-rank x --ranks must be at most {MAX_POOL_TOKENS} tokens, got 2 x "
+                f"{self.tokens_per_rank} x {self.ranks} = {pool_tokens}: use fewer of either"
+            )
+        check_memory(self.ranks, documents=1)
+        outputs = {"--json": self.json, "--trace": self.trace, "--plot": self.plot}
+        check_outputs(outputs, [self.lengths])
