@@ -154,7 +154,7 @@ def test_capacities_of_sample_ticks_hold_them():
     options = {"transport": "direct", "max_document_tokens": 10**6}  # a stage holds 512 at most
     roomy = strategy_of("cad", 3, 2, 256, **options)
     measured = strategy_of("cad", 3, 2, 256, sample_lengths=samples, **options)
-    assert roomy.max_document_tokens == measured.max_document_tokens == 512
+    assert roomy.planning.max_document_tokens == measured.planning.max_document_tokens == 512
     wire = []
     for strategy in (roomy, measured):
         plans = [plan_step(schedule, strategy, step) for step in steps]
