@@ -3,7 +3,7 @@
     python -m experiments.figures.window [--batches 30] [--out FOLDER]
 
 A window is one layer and two nano-batches of 64 Ki tokens a rank. Its attention took 35 and 104 ms where a mean
-batch takes 26.7 and 73.1 here. Two causes could be: attention that runs slower in place than in its own benchmark, or a batch
+batch takes 26.6 and 73.1 here. Two causes could be: attention that runs slower in place than in its own benchmark, or a batch
 with more attention than the mean (the published figures are of one batch, which is not named). Other measurements of the same
 system decide between them (second table). So the points are compared on batches whose attention forward is within 5% of 35
 ms (fitted; what else they show is not), with the other causes of `cad_jax.simulation.causes` switched on. Also idle
