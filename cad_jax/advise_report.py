@@ -23,7 +23,7 @@ from cad_jax.sharding.cost_model import CostModel
 from cad_jax.simulate_args import BANDWIDTHS_GB_S, PIPELINE_MICROBATCHES
 from cad_jax.simulation.advice import Comparison, Verdict, compare, verdict
 from cad_jax.simulation.candidates import Outcome, Strategy, Trials, draw_steps
-from cad_jax.simulation.named_costs import named_costs
+from cad_jax.simulation.named_costs import named_costs, profile_file
 from cad_jax.simulation.setting import Setting
 
 GIB = 2**30
@@ -91,7 +91,7 @@ class AdviseArgs:
         )
         check_number("--margin", self.margin, 0, 1, "0.02 is usual")
         check_number("--seed", self.seed, 0, 2**63 - 1, "0 is usual")
-        check_outputs({"--json": self.json}, [self.lengths])
+        check_outputs({"--json": self.json}, [self.lengths, profile_file(self.profile)])
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cad_jax.sharding.tasks import Capacities
 StrategyName = Literal["cad", "home", "all_gather", "ring", "native", "native_dense"]
 PLANNED_STRATEGIES = ("cad", "home")  # those with capacities to set
 OF_CAD = ("key_ranges", "planner", "speeds", "server_speeds", "node", "profile")  # alone, if set
+UNSIMULATED = ("planner", "speeds", "server_speeds", "node", "placement")  # for a tolerance
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,16 @@ class AttentionConfig:
     Of use with direct and ragged exchanges; relays pass rows on over all servers."""
     profile: str | None = None
     """CSV that `cad-jax profile` measured on such devices: plans are then compared by predicted seconds, not by bytes.
-    Every process reads it. A tolerance of None is chosen with it."""
+    Or the name of one that ships, or "analytic", as `cad-jax plan --profile` takes them. Every process reads it, and all
+    must find the same. A tolerance of None is chosen with it."""
+    profile_digest: tyro.conf.Suppress[str | None] = None
+    """Of what that file held when the run began or went on."""
     placement: Placement = "sequential"
     """Which rank gets which documents of a step, whose documents stay the same.
     sequential: in the order of packing; aligned: long ones begin on ranks, others even out the ranks;
     searched: of several orders the one whose plan sends the fewest bytes."""
     transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
-    """auto takes the one with the fewest predicted seconds when a run begins, or goes on on another mesh;
+    """auto takes the one with the fewest predicted seconds when a run begins, or goes on with another mesh or other plans;
     ragged needs GPUs, and passes a test at the start of a run or is not used."""
     capacity_plans: int = 200
     """Plans of the run's own data from which the static capacities are set."""
@@ -88,11 +92,15 @@ class AttentionConfig:
                     f"attention.{name} (={value}) needs attention.strategy cad, which plans who "
                     f"computes what, got {self.strategy}; leave it out"
                 )
-        if self.planner is not None and self.tolerance is None:
-            raise ValueError(
-                f"attention.planner (={self.planner}) needs an attention.tolerance, since None has it "
-                "chosen from simulated plans of cad_jax.plan_documents; give one, such as 0.05"
-            )
+        for name in UNSIMULATED:
+            value = getattr(self, name)
+            needed = self.strategy == "cad" and self.tolerance is None
+            if needed and value != getattr(AttentionConfig, name):
+                raise ValueError(
+                    f"attention.{name} (={value}) needs an attention.tolerance, since None has it chosen "
+                    "from simulated plans of cad_jax.plan_documents for servers that are alike and "
+                    "documents in sequence; give one, such as 0.05"
+                )
         if self.server_speeds is not None:
             check_speeds(self.server_speeds, len(self.server_speeds), "attention.server_speeds")
         self._check_placement()

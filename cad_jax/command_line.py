@@ -4,13 +4,14 @@ Works without jax.
 
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 USER_ERROR = 2  # exit code
-MAX_LINES = 2**26  # of a file: their numbers take half a gigabyte
-MAX_LINE_CHARACTERS = 80
 
 
 def check_number(option: str, value: float | None, least: float, most: float, cure: str) -> None:
@@ -18,30 +19,6 @@ def check_number(option: str, value: float | None, least: float, most: float, cu
     if value is not None and not least <= value <= most:
         low, high = (f"{x:g}" if isinstance(x, float) else f"{x}" for x in (least, most))
         raise ValueError(f"{option} must be at least {low} and at most {high}, got {value}: {cure}")
-
-
-def numbered_lines(path: str | Path, what: str) -> Iterator[tuple[int, str]]:
-    """Lines of a text file that are not blank, stripped, each with its number from 1 on.
-
-    No more than MAX_LINE_CHARACTERS are read at once: whoever refuses the first line that is none of its kind
-    never reads much of a file that is not text. what: the file holds. ValueError where it cannot be read, or has
-    more than MAX_LINES.
-    """
-    try:
-        with Path(path).open(encoding="utf-8-sig", errors="replace") as file:
-            number = 0
-            while line := file.readline(MAX_LINE_CHARACTERS):
-                number += 1
-                if number > MAX_LINES:
-                    raise ValueError(
-                        f"{path} must have at most {MAX_LINES} lines, and has more: give a part of them"
-                    )
-                if text := line.strip():
-                    yield number, text
-    except OSError as error:
-        raise ValueError(
-            f"cannot read {what} from {path} ({error}): pass a text file with one number a line"
-        ) from error
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[Path | None] = ()) -> None:
@@ -95,22 +72,41 @@ def _cannot_write(path: Path, error: OSError) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """For the one statement that writes a file: nothing half-written stays, and ValueError names the path
-    (an error of a full disk does not)."""
+    """Where to write what `path` is to hold, whole or not at all: until the end of the `with` the path has what it
+    had, and has it still where an error ends it. ValueError names the path (an error of a full disk does not)."""
+    target = Path(os.path.realpath(path))
     try:
-        yield path
-    except BaseException as error:
-        if path.is_file() and not path.is_symlink():
-            path.unlink()
-        if isinstance(error, OSError):
-            raise ValueError(_cannot_write(path, error)) from error
-        raise
+        if _is_written_in_place(path, target):
+            yield path
+            return
+        with tempfile.TemporaryDirectory(prefix=".cad-jax-", dir=target.parent) as folder:
+            written = Path(folder) / target.name
+            yield written
+            if target.exists():
+                shutil.copymode(target, written)
+            written.replace(target)
+    except OSError as error:
+        raise ValueError(_cannot_write(path, error)) from error
 
 
-def run_command(command: str, work: Callable[[], object]) -> int:
-    """The exit code of a command's work; what stops it is one message."""
+def _is_written_in_place(path: Path, target: Path) -> bool:
+    """Devices, also by links of the system such as /dev/stdout, and files in a folder that takes no others."""
+    of_system = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
+    return of_system or _is_device(path) or not os.access(target.parent, os.W_OK)
+
+
+def run_command(
+    command: str,
+    work: Callable[[], object],
+    exit_codes: Mapping[type[Exception], int] = MappingProxyType({}),
+) -> int:
+    """The exit code of a command's work; what stops it is one message. exit_codes: of errors of its own."""
+    code = USER_ERROR
     try:
         work()
+    except tuple(exit_codes) as error:
+        message = str(error)
+        code = next(exit_codes[kind] for kind in exit_codes if isinstance(error, kind))
     except MemoryError as error:  # what was free when the work began is not any more
         message = (
             f"the memory does not hold this ({str(error) or 'out of memory'}): use fewer ranks, tokens or "
@@ -126,4 +122,4 @@ def run_command(command: str, work: Callable[[], object]) -> int:
     else:
         return 0
     print(f"cad-jax {command}: {message}", file=sys.stderr)
-    return USER_ERROR
+    return code

@@ -221,7 +221,8 @@ def run(
     runs = [with_speeds(with_strategy(config, name)) for name in strategies]
     for run_config in runs:
         run_config.check()
-    check_outputs({"--json": json_path}, [lengths])
+    named = (config.attention.speeds, config.attention.profile)
+    check_outputs({"--json": json_path}, [lengths, *(Path(file) for file in named if file)])
     compile_only_mesh(topology, config.mesh.pp, config.mesh.dp, config.mesh.tp)
     options = gpu_options({config.attention.asked_transport})
     options |= {**WITHOUT_GPU, **(extra_options or {})}
@@ -243,7 +244,8 @@ def run(
         console.print(comparison_table(rows))
     if json_path is not None:
         values = [report.to_json() | {"largest_tokens": tokens} for report, tokens in rows]
+        text = json.dumps(values if several else values[0], indent=1)
         with writing(json_path) as path:
-            path.write_text(json.dumps(values if several else values[0], indent=1))
+            path.write_text(text)
         console.print(f"wrote {json_path}")
     return [report for report, _ in rows]

@@ -30,11 +30,17 @@ from cad_jax.ragged_check import check_platform, proven_strategies
 from cad_jax.resume import check_resume, rounding_changes
 from cad_jax.run_folder import CHECKPOINTS, check_folder, check_nothing_lost, open_folder
 from cad_jax.run_report import describe, draw_plan, summarise
-from cad_jax.settled import kept_transport, settled_tolerance, with_first_speeds, with_transport
+from cad_jax.settled import (
+    kept_transport,
+    settled_tolerance,
+    with_first_speeds,
+    with_profile_digest,
+    with_transport,
+)
 from cad_jax.sharding.cost import DEVICES, Device, find_device
-from cad_jax.sharding.cost_model import from_csv
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.sharding.tasks import DENSE_TRANSPORTS
+from cad_jax.simulation.named_costs import named_costs
 from cad_jax.train import Loop, Outcome, StopRequest
 from cad_jax.train_step import TrainStep
 from cad_jax.xla_options import check_options, gpu_options
@@ -97,7 +103,7 @@ def make_strategies(
     attention, schedule = config.attention, config.schedule()
     tolerance, planner = attention.tolerance, attention.load_planner()
     assert tolerance is not None, "`settled_tolerance` goes before"
-    costs = None if attention.profile is None else from_csv(attention.profile, device)
+    costs = None if attention.profile is None else named_costs(device, attention.profile, None)
     nano_tokens = config.training.tokens_per_microbatch // config.nano_batches
 
     def strategy(
@@ -171,7 +177,7 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
     """
     reporter = Reporter(config.training.steps, console, quiet=jax.process_index() != 0)
     folder = Path(config.folder)
-    config = with_first_speeds(config)
+    config = with_profile_digest(with_first_speeds(config))
     together(config.check)  # imports a planner, which one process may lack
     if config.training.overlap == "signal":
         raise ValueError(

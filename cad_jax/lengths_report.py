@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from rich.table import Table
 
-from cad_jax.command_line import numbered_lines
+from cad_jax.sharding.text_lines import numbered_lines
 
 LONG_TOKENS = 65_536  # documents beyond it are counted apart
 MAX_DOCUMENT_TOKENS = 2**31 - 1
+CURE = "pass a text file with one number a line, or a part of it"
 
 
 class LengthStatistics(NamedTuple):
@@ -73,7 +74,7 @@ def read_lengths(path: str | Path) -> np.ndarray:
     ValueError names file and line where a line is anything else, or the file has no lengths, or too many.
     """
     lengths = array("q")
-    for number, text in numbered_lines(path, "document lengths"):
+    for number, text in numbered_lines(path, "document lengths", CURE):
         lengths.append(_length(text, f"{path}, line {number}"))
     if not lengths:
         raise ValueError(

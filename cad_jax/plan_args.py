@@ -8,6 +8,7 @@ from cad_jax.command_line import check_number, check_outputs
 from cad_jax.pool_limits import MAX_MICROBATCHES, MAX_POOL_TOKENS, MAX_TOLERANCE
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.placement import Placement, check_placement
+from cad_jax.simulation.named_costs import profile_file
 
 MAX_REPEATS = 100_000
 # Of one microbatch's plan; of a pipelined step.
@@ -60,7 +61,7 @@ class PlanArgs:
     arguments, returns a plan. The plan is checked."""
     placement: Placement = "sequential"
     """Which rank gets which documents, by their order: sequential as listed, aligned to ranks, or
-    searched for the fewest bytes on the wire of the transport."""
+    searched for the fewest bytes on the wire of the transport, forward and backward."""
     repeat: int = 1
     """Plan so many times; the median and the 99th percentile of the seconds go into the JSON."""
     json: Path | None = None
@@ -98,7 +99,12 @@ class PlanArgs:
         check_number(
             "--key-ranges", self.key_ranges, 1, MAX_POOL_TOKENS, "use 1 for whole prefixes"
         )
-        check_number("--node", self.node, 1, MAX_POOL_TOKENS, "use 1 where nodes play no part")
+        check_number("--node", self.node, 1, self.servers, "use 1 where nodes play no part")
+        if self.servers % self.node:
+            raise ValueError(
+                f"--node (={self.node}) must divide --servers (={self.servers}), since nodes are alike: "
+                "use 1 where nodes play no part"
+            )
         check_number("--repeat", self.repeat, 1, MAX_REPEATS, "use 1")
         check_number("--pp", self.pp, 1, self.servers, "use 1 for no pipeline")
         check_number("--microbatches", self.microbatches, 1, MAX_MICROBATCHES, "8 is usual")
@@ -117,7 +123,8 @@ class PlanArgs:
             raise ValueError(
                 f"{given}: of a pipelined step alone: give --pp above 1 as well, or leave that out"
             )
-        check_outputs({"--json": self.json, "--plot": self.plot}, [self.lengths, self.speeds])
+        read = [self.lengths, self.speeds, profile_file(self.profile)]
+        check_outputs({"--json": self.json, "--plot": self.plot}, read)
 
     def _given(self, names: tuple[str, ...]) -> str:
         """Of these options those that are not as by default, with commas between."""

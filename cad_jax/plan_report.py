@@ -144,7 +144,7 @@ def table(plan: Plan, figures: dict, model: str) -> Table:
             scale = 1e3 if name == "attention_s_max" else 1
             before, after = (f"{scale * figures[n]:.3f}" for n in (f"{name}_home", name))
             result.add_row(what, before, after)
-    if "kernel_times" not in figures:
+    if "kernel_times" not in figures and "speeds" not in figures:
         result.add_row("slowest server, ms at H200 peak", attention_ms(home), attention_ms(planned))
     result.add_row("MiB in, mean", "", mib(figures["bytes_in_mean"]))
     result.add_row("MiB in, worst", "", mib(figures["bytes_in_max"]))
@@ -228,8 +228,9 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     if plan.fallback_tasks:
         console.print(f"{plan.fallback_tasks} tasks stay at home: a capacity would not hold them")
     if args.json is not None:
+        text = json.dumps(figures)
         with writing(args.json) as path:
-            path.write_text(json.dumps(figures))
+            path.write_text(text)
         console.print(f"wrote {args.json}")
     if args.plot is not None:
         with writing(args.plot) as path:

@@ -9,7 +9,7 @@ MAX_TOLERANCE = 10  # beyond it a bound is none: a server may have eleven times 
 MAX_MICROBATCHES = 4096
 # Planning holds tables of servers x servers, and of servers x documents. Bytes per entry of each, the
 # most that was seen, over pools of 300 to 2,000 servers: one document that spans all of them.
-SERVER_PAIR_BYTES, SERVER_DOCUMENT_BYTES = 220, 12
+SERVER_PAIR_BYTES, SERVER_DOCUMENT_BYTES = 80, 12
 
 
 def planning_bytes(servers: int, documents: int) -> int:

@@ -30,7 +30,7 @@ from cad_jax.sharding.capacities import home_capacities
 from cad_jax.sharding.layout import PlanArrays
 from cad_jax.sharding.mesh import MESH_AXES, POOL_AXES, pool_size
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tables import expand
 from cad_jax.sharding.tasks import (
     DENSE_TRANSPORTS,

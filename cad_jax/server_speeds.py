@@ -80,8 +80,10 @@ def measure_speeds(
             seconds[number] = device_s
     seconds = seconds.reshape(config.mesh.servers, config.mesh.tp)
     speed = 1.0 / seconds.max(axis=1)
+    kinds = sorted({device.device_kind for device in mesh.devices.flat})
+    devices = hardware() if kinds == [jax.devices()[0].device_kind] else ", ".join(kinds)
     what = (
-        f"{datetime.date.today()} on {hardware()}: {names} attention of {rows} tokens, {dtype}, medians of "
+        f"{datetime.date.today()} on {devices}: {names} attention of {rows} tokens, {dtype}, medians of "
         f"{rounds} interleaved rounds; servers of mesh pp {config.mesh.pp}, dp {config.mesh.dp}, in rank order"
     )
     return ServerSpeeds(speed / np.median(speed), seconds, what)

@@ -1,19 +1,26 @@
-"""What a run leaves open, settled before launch the same way in every process: speeds from a file, a
-tolerance, and of its transport what it began with. config.json records all three."""
+"""What a run leaves open, settled before launch the same way in every process: speeds from a file, which
+profile is meant, a tolerance, and of its transport what it began with. config.json records all of it."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 from cad_jax.attention_config import PLANNED_STRATEGIES
-from cad_jax.config import CONFIG_FILE, MeshConfig, RunConfig, load_config
+from cad_jax.config import CONFIG_FILE, RunConfig, load_config
 from cad_jax.data import DocumentBatches
-from cad_jax.processes import from_first_process
+from cad_jax.processes import from_first_process, together
+from cad_jax.resume import rounding_changes
 from cad_jax.sharding.cost import DEVICES, find_device
+from cad_jax.sharding.cost_model import shipped
 from cad_jax.sharding.speeds import read_speeds
+from cad_jax.simulation.named_costs import profile_file
 from cad_jax.tolerance import predicted_tolerance, sample_count, with_tolerance
+
+# Of attention, what a transport may be kept without.
+_NO_CHOICE = ("tolerance", "transport", "kernel")
 
 
 def with_speeds(config: RunConfig) -> RunConfig:
@@ -39,6 +46,42 @@ def with_first_speeds(config: RunConfig) -> RunConfig:
 def _with_speeds(config: RunConfig, speeds: tuple[float, ...]) -> RunConfig:
     attention = dataclasses.replace(config.attention, server_speeds=speeds)
     return dataclasses.replace(config, attention=attention)
+
+
+def with_profile_digest(config: RunConfig) -> RunConfig:
+    """The run with a digest of its profile's content, where it names a file: one that was measured again
+    gives other plans. Collective.
+
+    Raises:
+        ValueError: the file cannot be read, or is another than that of process 0.
+    """
+    profile = config.attention.profile
+    if profile is None or profile == "analytic":
+        return config
+    first = from_first_process(lambda: _digest(profile))
+
+    def check() -> None:
+        own = _digest(profile)
+        if own != first:
+            raise ValueError(
+                f"attention.profile (={profile}) must be the same file for every process, and this one's "
+                f"content (sha256 {own}) is not that of process 0 ({first}); copy that one"
+            )
+
+    together(check)
+    attention = dataclasses.replace(config.attention, profile_digest=first)
+    return dataclasses.replace(config, attention=attention)
+
+
+def _digest(profile: str) -> str:
+    path = profile_file(profile) or shipped(profile)
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ValueError(
+            f"attention.profile (={profile}) must be a file that can be read ({error}); name one that "
+            "`cad-jax profile` wrote, or one that ships"
+        ) from error
 
 
 def settled_tolerance(
@@ -71,7 +114,8 @@ def kept_transport(
     config: RunConfig, folder: Path, resume: bool, say: Callable[[str], None]
 ) -> str | None:
     """The transport that a resumed run keeps where it leaves the choice to auto: that of its folder's
-    configuration, if the mesh is the same. None: it is to be chosen. Collective.
+    configuration, if mesh and plans' settings are the same, tolerance aside. None: it is to be chosen.
+    Collective.
 
     Raises:
         ValueError: the folder's configuration cannot be read.
@@ -84,12 +128,18 @@ def kept_transport(
         if begun is None or begun.attention.asked_transport == "auto":
             return None
         before = begun.attention.asked_transport
-        if _shape(begun.mesh) == _shape(config.mesh):
+        of_choice = dataclasses.replace(
+            config.attention, **{name: getattr(begun.attention, name) for name in _NO_CHOICE}
+        )
+        changes = rounding_changes(
+            dataclasses.replace(config, attention=of_choice), begun.to_dict()
+        )
+        if not changes:
             return before
         if config.attention.strategy in PLANNED_STRATEGIES:
             say(
-                f"choosing the transport anew: the run used {before} on mesh {_named(begun.mesh)}, and "
-                f"goes on on {_named(config.mesh)}; --attention.transport fixes it"
+                f"choosing the transport anew: the run used {before}, and goes on with "
+                f"{', '.join(changes)}; --attention.transport fixes it"
             )
         return None
 
@@ -106,12 +156,3 @@ def with_transport(config: RunConfig, transport: str | None) -> RunConfig:
 
 def _begun(folder: Path, resume: bool) -> RunConfig | None:
     return load_config(folder) if resume and (folder / CONFIG_FILE).exists() else None
-
-
-def _shape(mesh: MeshConfig) -> MeshConfig:
-    return dataclasses.replace(mesh, platform="auto")
-
-
-def _named(mesh: MeshConfig) -> str:
-    parts = (f"{axis} {getattr(mesh, axis)}" for axis in ("pp", "dp", "tp", "virtual_stages"))
-    return f"{', '.join(parts)}, tp splits {mesh.tp_splits}"

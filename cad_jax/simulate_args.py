@@ -8,6 +8,7 @@ from cad_jax.command_line import check_number, check_outputs
 from cad_jax.pool_limits import MAX_MICROBATCHES, MAX_POOL_TOKENS, MAX_TOLERANCE, check_memory
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.simulation.causes import Name as Cause
+from cad_jax.simulation.named_costs import profile_file
 from cad_jax.simulation.step import Overlap
 from cad_jax.simulation.workloads import WORKLOADS
 
@@ -119,4 +120,4 @@ class SimulateArgs:
             )
         check_memory(self.ranks, documents=1)
         outputs = {"--json": self.json, "--trace": self.trace, "--plot": self.plot}
-        check_outputs(outputs, [self.lengths])
+        check_outputs(outputs, [self.lengths, profile_file(self.profile)])

@@ -3,20 +3,22 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from cad_jax.attention_config import AttentionConfig
 from cad_jax.config import RunConfig
 from cad_jax.sharding.cost import Device, ModelShape
-from cad_jax.sharding.cost_model import CostModel, analytic, from_csv, shipped
+from cad_jax.sharding.cost_model import CostModel
 from cad_jax.sharding.tasks import DENSE_TRANSPORTS
 from cad_jax.simulation.advice import TIE, TRANSPORTS, choose_tolerance
 from cad_jax.simulation.candidates import Trials, fastest
+from cad_jax.simulation.named_costs import named_costs
 from cad_jax.simulation.setting import Setting
 
 UNUSED_TOLERANCE = 0.05  # recorded for strategies that balance nothing
 MICROBATCHES = 4  # simulated, at least
-_PROFILED = ("h100", "h200")
+_FAST_KERNEL = "tokamax"  # whose speed on H100 and H200 is that of the profile named by default
 
 
 def sample_count(config: RunConfig) -> int:
@@ -86,6 +88,7 @@ def _trials(
         shape, _costs(device, config.attention), mesh.servers, mesh.tp, mesh.pp,
         again=float(config.training.remat != "none"), head=True,
         tokens_over_tp=mesh.tp_splits == "tokens",
+        element_bytes=jnp.dtype(model.dtype).itemsize,
     )  # fmt: skip
     steps = []
     for first in range(0, len(samples), per_step):
@@ -97,12 +100,7 @@ def _trials(
 
 
 def _costs(device: Device, attention: AttentionConfig) -> CostModel:
-    if attention.profile is not None:
-        return from_csv(attention.profile, device)
-    if device.name == "cpu":
-        return from_csv(shipped("cpu"), device)
-    if device.name in _PROFILED:
-        return from_csv(
-            shipped("h200_fa3" if attention.kernel == "tokamax" else "h200_fa2"), device
-        )
-    return analytic(device)
+    name = attention.profile
+    if name is None and device.name in ("h100", "h200") and attention.kernel != _FAST_KERNEL:
+        name = "h200_fa2"
+    return named_costs(device, name, None)

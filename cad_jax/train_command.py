@@ -1,19 +1,19 @@
 """`cad-jax train`: a recipe, overrides of single fields, and which process this is."""
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
 
+from cad_jax.command_line import run_command
 from cad_jax.config import RunConfig
 from cad_jax.launch import launch
 from cad_jax.processes import PlanDisagreementError, ProcessConfig, start_devices
 from cad_jax.recipe_arguments import recipe_field, recipe_registry
 from cad_jax.train import NonFiniteLossError
 
-USER_ERROR, RUN_STOPPED = 2, 1  # exit codes
+RUN_STOPPED = 1  # exit code
 RESUME = (
     "Go on from the newest checkpoint of --folder. Model, data, optimizer, batch and placement must be as they "
     "were; mesh, attention and --steps may differ."
@@ -56,13 +56,10 @@ def parse(arguments: list[str]) -> TrainArgs:
 def main(arguments: list[str]) -> int:
     """Run `cad-jax train`; returns the exit code."""
     args = parse(arguments)
-    try:
+
+    def work() -> None:
         start_devices(args.process, args.config.mesh.devices, args.config.mesh.platform)
         launch(args.config, resume=args.resume)
-    except ValueError as error:
-        print(f"cad-jax train: {error}", file=sys.stderr)
-        return USER_ERROR
-    except (NonFiniteLossError, PlanDisagreementError) as error:
-        print(f"cad-jax train: {error}", file=sys.stderr)
-        return RUN_STOPPED
-    return 0
+
+    stops = {NonFiniteLossError: RUN_STOPPED, PlanDisagreementError: RUN_STOPPED}
+    return run_command("train", work, stops)

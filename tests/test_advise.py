@@ -175,7 +175,7 @@ def test_of_equal_outcomes_the_preferred_one() -> None:
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
-        (None, [], "cannot read document lengths from"),
+        (None, [], "document lengths cannot be read from"),
         ("12\nx3\n", [], r"line 2: a document length is a whole number of tokens .* correct or"),
         ("-4\n", [], "line 1: a document length is"),
         ("", [], "holds no document lengths"),

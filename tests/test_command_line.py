@@ -58,6 +58,39 @@ def test_writing_leaves_nothing_half_written_and_names_the_file(tmp_path: Path) 
             assert f"{path} cannot be written (No space left on device)" in str(raised.value)
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_a_file_had_survives_a_failure(tmp_path: Path, linked: bool) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("old")
+    kept.chmod(0o600)
+    path = tmp_path / "link.json" if linked else kept
+    if linked:
+        path.symlink_to(kept)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    for begun in (False, True):
+        with pytest.raises(KeyError), writing(path) as file:
+            if begun:
+                file.write_text("half")
+            raise KeyError
+        assert kept.read_text() == "old"
+    with writing(path) as file:
+        assert file.suffix == ".json"  # a plot's format follows it
+        file.write_text("new")
+        assert kept.read_text() == "old"
+    assert kept.read_text() == "new" and kept.stat().st_mode & 0o777 == 0o600
+    assert path.is_symlink() == linked and sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="no files of open descriptors")
+def test_what_a_descriptor_holds_is_never_replaced(tmp_path: Path) -> None:
+    """A shell's `--json /dev/stdout > file`: another file in its place would lose what follows."""
+    with (tmp_path / "out").open("w") as out:
+        with writing(Path(f"/dev/fd/{out.fileno()}")) as path:
+            path.write_text("figures")
+        assert os.path.samestat(os.fstat(out.fileno()), (tmp_path / "out").stat())
+    assert (tmp_path / "out").read_text() == "figures"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_is_named() -> None:
     full = Path("/dev/full")

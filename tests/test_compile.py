@@ -272,6 +272,10 @@ def test_largest_tokens() -> None:
         (["--topology", "v100:2x8"], "must be one of h100, h200, b200, got 'v100'"),
         (["--topology", "h200:2x8"], "dp 4 x tp 2 are 8, h200:2x8 has 16; .*h200:1x8"),
         (["--topology", "h200:1x8", "--json", "/no/such/folder/x"], "make the folder"),
+        (
+            ["--topology", "h200:1x8", "--attention.profile", "no.csv", "--json", "no.csv"],
+            "is the file that is read as well",
+        ),
         (["--topology", "h200:1x8", "--attention", "cad,best"], "with commas between, got 'best'"),
         (["--topology", "h200:1x8", "--attention", "cad,cad"], "each strategy once, got cad,cad"),
         (["--topology", "h200:1x8", "--xla", "fast"], "NAME=VALUE.*got 'fast'"),

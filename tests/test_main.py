@@ -12,6 +12,7 @@ import pytest
 from cad_jax import plan_command, train_command
 from cad_jax.__main__ import COMMANDS, main
 from cad_jax.model_config import RopeScaling
+from cad_jax.processes import PlanDisagreementError
 from cad_jax.recipes import RECIPES
 from cad_jax.train import NonFiniteLossError
 from cad_jax.train_command import parse
@@ -137,6 +138,24 @@ def test_a_run_that_stops_exits_with_1(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "cad-jax train: loss nan at step 3: the checkpoint of step 2 is kept\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (PlanDisagreementError("compare both"), 1, "compare both\n"),
+        (MemoryError(), 2, "the memory does not hold this (out of memory): use"),
+        (OSError(28, "No space left on device", "log"), 2, "log cannot be used (No space left"),
+    ],
+)
+def test_whatever_stops_training_is_one_message(error, code, message, monkeypatch, capsys):
+    def stopped(config, resume):
+        raise error
+
+    monkeypatch.setattr(train_command, "launch", stopped)
+    assert main(["train", "debug_cpu8"]) == code
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"cad-jax train: {message}") and printed.count("\n") == 1
 
 
 def test_plan_writes_its_json(tmp_path, capsys):

@@ -48,11 +48,25 @@ def test_a_plan_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
     assert relative_errors(got, want[:1], lengths).max() <= 1e-5
 
 
-def test_a_planner_that_is_none_is_named(tmp_path, capsys):
+def test_a_planner_that_is_none_or_fails_is_named(tmp_path, capsys, monkeypatch):
     (tmp_path / "lengths.txt").write_text("20\n")
     pool = f"--lengths {tmp_path}/lengths.txt --servers 2 --tokens-per-server 64".split()
     assert main([*pool, "--planner", "nowhere:f"]) == 2
     assert "'nowhere:f' is not" in capsys.readouterr().err
     assert main([*pool, "--planner", "cad_jax:Plan", "--json", f"{tmp_path}/x.json"]) == 2
     assert "Plan does not (" in capsys.readouterr().err
+    (tmp_path / "failing.py").write_text("def plan(lengths, **options):\n    return lengths[99]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for placement in ("sequential", "searched"):
+        own = [
+            "--planner",
+            "failing:plan",
+            "--placement",
+            placement,
+            "--json",
+            f"{tmp_path}/x.json",
+        ]
+        assert main([*pool, *own]) == 2
+        error = capsys.readouterr().err
+        assert "planner plan must plan every step's documents, and raised IndexError" in error
     assert not (tmp_path / "x.json").exists()

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from cad_jax import command_line, metrics, plan_plot, pool_limits, schedule_report
+from cad_jax import metrics, plan_plot, pool_limits, schedule_report
 from cad_jax.lengths_report import read_lengths
 from cad_jax.plan_args import PlanArgs
 from cad_jax.plan_report import first_tokens, run
@@ -75,7 +75,8 @@ def test_the_last_document_is_cut_and_a_short_file_leaves_padding():
         ("3\n\n-4\n", "line 3: .* got '-4'"),
         ("1.5\n", "line 1: .* got '1.5'"),
         ("99999999999\n", "line 1: .* from 0 to 2147483647"),
-        (f"7\n{'9' * 5000}\n", "line 2: .* got '9{40}'"),
+        (f"7\n{'9' * 4000}\n", "line 2: .* got '9{40}'"),
+        (f"7\n{'9' * 5000}\n", "line 2: a line must have at most 4096 .*: pass a text file"),
         ("٣\n", "line 1"),
         ("\n \n", "holds no document lengths: put one whole number"),
     ],
@@ -102,7 +103,7 @@ def test_repeated_plans_give_a_median_and_key_ranges_lower_bytes(tmp_path):
 
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
     lengths = write(tmp_path / "lengths.txt", "100\n")
-    with pytest.raises(ValueError, match="cannot read document lengths from .*nowhere"):
+    with pytest.raises(ValueError, match="document lengths cannot be read from .*nowhere"):
         read_lengths(tmp_path / "nowhere.txt")
     two = write(tmp_path / "two.txt", "1\n1\n")
     for options, message in (
@@ -116,6 +117,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         ({"tolerance": math.nan}, "--tolerance must .* got nan: 0.05 is usual"),
         ({"key_ranges": 0}, "--key-ranges must be at least 1 .* got 0: use 1"),
         ({"node": 0}, "--node must be at least 1 .* got 0: use 1"),
+        ({"servers": 8, "node": 3}, r"--node \(=3\) must divide --servers \(=8\)"),
         ({"repeat": 0}, "--repeat must be at least 1 .* got 0: use 1"),
         ({"tokens_per_server": 10**20}, f"at most {2**31}, got 10+: plan fewer"),
         ({"servers": 2**26}, rf"at most {2**31} tokens, got {2**26} x 64 = {2**32}: plan fewer"),
@@ -134,7 +136,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         ({"device": "h1", "profile": "h200_fa3"}, "--device must be one of .* got h1"),
         ({"profile": "h3"}, "profile must be one of .* got 'h3'"),
         (
-            {"pp": 2, "key_ranges": 4, "node": 8},
+            {"pp": 2, "key_ranges": 4, "node": 2},
             "--key-ranges, --node: of one microbatch's plan alone, .*: leave",
         ),
         (
@@ -156,7 +158,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
 def test_more_servers_than_memory_holds_are_refused(tmp_path, monkeypatch):
     lengths = write(tmp_path / "lengths.txt", "100\n200\n")
     args = PlanArgs(lengths, servers=100, tokens_per_server=64)
-    monkeypatch.setattr(pool_limits, "available_bytes", lambda: 2.0 * 2**20)
+    monkeypatch.setattr(pool_limits, "available_bytes", lambda: 0.5 * 2**20)
     with pytest.raises(ValueError, match=r"free \(0.0 GiB\), and 2 documents over 100 servers"):
         run(args, Console(quiet=True))
     monkeypatch.setattr(pool_limits, "available_bytes", lambda: 4.0 * 2**20)
@@ -323,19 +325,11 @@ def test_speeds_and_kernel_times(tmp_path):
     assert "max / share of pairs, by speed" in text.getvalue() and "derived" in text.getvalue()
 
 
-def test_files_without_end_are_refused_at_once(tmp_path):
-    """Nor are they read into memory."""
-    with pytest.raises(ValueError, match="zero, line 1: a document length is a whole number"):
-        read_lengths("/dev/zero")
-    (tmp_path / "binary").write_bytes(b"7\n" + bytes(range(128, 256)) * 1000)
-    with pytest.raises(ValueError, match="binary, line 2: a document length is"):
-        read_lengths(tmp_path / "binary")
-    with pytest.raises(ValueError, match="cannot read document lengths from"):
-        read_lengths(tmp_path)
-
-
-def test_too_many_lines_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(command_line, "MAX_LINES", 3)
-    assert len(read_lengths(write(tmp_path / "three.txt", "1\n\n2\n"))) == 2
-    with pytest.raises(ValueError, match="four.txt must have at most 3 lines, and has more: give"):
-        read_lengths(write(tmp_path / "four.txt", "1\n\n\n2\n"))
+def test_a_file_that_is_read_is_not_written(tmp_path):
+    lengths = write(tmp_path / "lengths.txt", "100\n")
+    for name in ("speeds", "profile"):
+        file = write(tmp_path / f"{name}.csv", "kept")
+        args = PlanArgs(lengths, 2, 64, **{name: file}, json=file)  # pyright: ignore
+        with pytest.raises(ValueError, match="--json .* and is the file that is read as well"):
+            run(args, Console(quiet=True))
+        assert file.read_text() == "kept"

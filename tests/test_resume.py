@@ -65,7 +65,15 @@ def test_what_changes_plans_alone_is_named(config):
     other = with_changes(
         replace(config, folder="elsewhere"),
         mesh={"dp": 2, "platform": "cpu"},
-        attention={"planner": "a:b", "speeds": "s.txt", "server_speeds": (1.0, 2.0), "node": 2},
+        attention={
+            "planner": "a:b",
+            "speeds": "s.txt",
+            "server_speeds": (1.0, 2.0),
+            "node": 2,
+            "capacity_plans": 7,
+            "profile_digest": "0f",
+            "transport": "relay",
+        },  # fmt: skip
         training={"steps": 99},
     )
     assert rounding_changes(other, saved) == [
@@ -73,5 +81,13 @@ def test_what_changes_plans_alone_is_named(config):
         "attention.planner None -> 'a:b'",
         "attention.server_speeds None -> [1.0, 2.0]",
         "attention.node 1 -> 2",
-    ]
+        "attention.profile_digest None -> '0f'",
+        "attention.capacity_plans 40 -> 7",
+    ], "auto says nothing, of a platform or of a transport"
     assert rounding_changes(config, saved) == []
+    assert rounding_changes(config, other.to_dict())[0] == "mesh.dp 2 -> 4"
+    other = with_changes(other, mesh={"platform": "cuda"}, attention={"transport": "direct"})
+    saved["mesh"]["platform"], saved["attention"]["transport"] = "cpu", "relay"
+    found = rounding_changes(other, saved)
+    assert "mesh.platform 'cpu' -> 'cuda'" in found
+    assert "attention.transport 'relay' -> 'direct'" in found

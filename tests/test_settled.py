@@ -1,18 +1,23 @@
 """What a run leaves open: settled once, recorded, and kept by the resumed run."""
 
+import hashlib
 from dataclasses import replace
 
 import pytest
 
+from cad_jax import settled
 from cad_jax.config import AttentionConfig, MeshConfig, config_from_dict
 from cad_jax.launch import open_data
+from cad_jax.resume import rounding_changes
 from cad_jax.settled import (
     kept_transport,
     settled_tolerance,
     with_first_speeds,
+    with_profile_digest,
     with_speeds,
     with_transport,
 )
+from cad_jax.sharding.cost_model import shipped
 from cad_jax.simulation.advice import TOLERANCES
 from cad_jax.tolerance import with_tolerance
 from tests.tiny_runs import tiny_config, with_changes, write_corpus
@@ -57,13 +62,47 @@ def test_a_transport_is_kept_on_the_same_mesh_and_chosen_anew_on_another(tmp_pat
     for change in ({"dp": 2}, {"tp_splits": "tokens"}):
         other = with_changes(config, mesh=change)
         assert kept_transport(other, tmp_path, True, said.append) is None
+    for settings in ({"strategy": "home"}, {"key_ranges": 2}, {"node": 2, "capacity_plans": 9}):
+        other = with_changes(config, attention=settings)
+        assert kept_transport(other, tmp_path, True, said.append) is None
+    assert "the run used direct, and goes on with mesh.dp 4 -> 2; --attention.trans" in said[0]
+    assert "with attention.node 1 -> 2, attention.capacity_plans 40 -> 9; " in said[-1]
+    assert len(said) == 5 and all("--attention.transport fixes it" in line for line in said)
+
+
+def test_a_profile_that_was_measured_again_is_noticed(tmp_path):
+    file, said = tmp_path / "own.csv", []
+    file.write_bytes(shipped("cpu").read_bytes())
+    config = with_changes(tiny_config(tmp_path, "*.txt"), attention={"profile": str(file)})
+    begun = with_profile_digest(config)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert begun.attention.profile_digest and digest.startswith(begun.attention.profile_digest)
+    assert config_from_dict(begun.to_dict()) == begun == with_profile_digest(begun)
+    with_transport(begun, "direct").save(tmp_path)
+    assert kept_transport(begun, tmp_path, True, said.append) == "direct" and not said
+    file.write_text(file.read_text() + "\n")
+    again = with_profile_digest(begun)
+    assert "attention.profile_digest" in rounding_changes(again, begun.to_dict())[0]
     assert (
-        "used direct on mesh pp 1, dp 4, tp 2, .* tp splits weights, and goes on on".replace(
-            ".*", "virtual_stages 1,"
-        )
-        in said[0]
+        kept_transport(again, tmp_path, True, said.append) is None and "profile_digest" in said[0]
     )
-    assert len(said) == 2 and "--attention.transport fixes it" in said[1]
+    named = with_changes(config, attention={"profile": "cpu"})
+    assert with_profile_digest(named).attention.profile_digest == begun.attention.profile_digest
+    for name in (None, "analytic"):
+        other = with_changes(config, attention={"profile": name})
+        assert with_profile_digest(other) == other
+    for name, words in (("none.csv", r"profile \(=none.csv\) must be a file"), ("x", "got 'x'")):
+        with pytest.raises(ValueError, match=words):
+            with_profile_digest(with_changes(config, attention={"profile": name}))
+
+
+def test_a_profile_must_be_that_of_process_0(tmp_path, monkeypatch):
+    monkeypatch.setattr(settled, "from_first_process", lambda action: "of process 0")
+    config = with_changes(tiny_config(tmp_path, "*.txt"), attention={"profile": "cpu"})
+    with pytest.raises(
+        ValueError, match="must be the same file for every .*of process 0.*copy that"
+    ):
+        with_profile_digest(config)
 
 
 def test_speeds_come_from_their_file_and_are_recorded(tmp_path):

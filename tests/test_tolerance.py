@@ -8,6 +8,7 @@ import pytest
 from cad_jax.config import AttentionConfig, RunConfig
 from cad_jax.recipes import llama3_8b_h200
 from cad_jax.sharding.cost import DEVICES
+from cad_jax.sharding.cost_model import shipped
 from cad_jax.simulation.advice import TOLERANCES
 from cad_jax.tolerance import predicted_tolerance, sample_count
 
@@ -43,6 +44,22 @@ def test_exchanges_that_hide_take_little_tolerance_and_slow_ones_much() -> None:
     assert chosen[0] <= 0.02 and chosen[1] == max(TOLERANCES)
     assert f"tolerance {chosen[0]}, of fewest simulated seconds" in said[0]
     assert "relay exchanges" in said[0] and "--attention.tolerance fixes it" in said[0]
+
+
+def test_kernel_times_are_named_as_plan_names_them_and_wide_elements_cost_their_bytes() -> None:
+    config, said = large_run(), []
+    samples = uneven(8 * 65_536, sample_count(config))
+
+    def seconds(config: RunConfig) -> str:
+        predicted_tolerance(config, samples, 8 * 65_536, device=DEVICES["h200"], say=said.append)
+        return said[-1]
+
+    fa2 = replace(config, attention=replace(config.attention, profile="h200_fa2"))
+    fa3 = replace(config, attention=replace(config.attention, profile="h200_fa3"))
+    file = replace(config, attention=replace(config.attention, profile=str(shipped("h200_fa3"))))
+    usual = seconds(config)
+    assert usual == seconds(fa2) != seconds(fa3) == seconds(file)
+    assert usual != seconds(replace(config, model=replace(config.model, dtype="float32")))
 
 
 def test_strategies_that_balance_nothing_record_the_usual_one() -> None:

@@ -17,7 +17,7 @@ from cad_jax.sharding.capacities import home_capacities
 from cad_jax.sharding.cost_model import shipped
 from cad_jax.sharding.placement import place
 from cad_jax.sharding.planner import plan_documents
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tasks import HeadShape
 from tests.tiny_runs import compile_once, tiny_config, with_changes, write_corpus
 
@@ -65,7 +65,7 @@ def planned(config, **attention):
         "speeds": str(speeds),
         "placement": "searched",
         "node": 2,
-        "profile": str(shipped("cpu")),
+        "profile": "cpu",
         "capacity_plans": 8,
     }
     return with_changes(config, attention=settings | attention)
@@ -252,6 +252,13 @@ def test_refusals_before_anything(attention, mesh, words, corpus, tmp_path):
             {"planner": "a:b", "tolerance": None},
             r"planner \(=a:b\) needs an attention.tolerance.* give one, such as 0.05",
         ),
+        ({"speeds": "s.txt", "tolerance": None}, r"speeds \(=s.txt\) needs an attention.tolerance"),
+        ({"server_speeds": (1.0,), "tolerance": None}, r"server_speeds .* an attention.tolerance"),
+        (
+            {"node": 2, "tolerance": None},
+            r"node \(=2\) needs an attention.tolerance.* such as 0.05",
+        ),
+        ({"placement": "aligned", "tolerance": None}, r"placement .* needs an attention.tolerance"),
         ({"server_speeds": (1.0, 0.0)}, "server_speeds must hold positive finite numbers, got 0.0"),
     ],
 )

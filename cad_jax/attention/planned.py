@@ -6,7 +6,6 @@ Letters: T tokens per server, S servers, H query heads, K key/value heads, D hea
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import jax
@@ -22,7 +21,8 @@ from cad_jax.sharding.placement import Placement, place, token_order
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import AttentionCost, plan_documents
 from cad_jax.sharding.planners import Planner, plan_with, wire_cost
-from cad_jax.sharding.routing import required_capacities, wire_bytes
+from cad_jax.sharding.required import required_capacities
+from cad_jax.sharding.routing import wire_bytes
 from cad_jax.sharding.tables import Tables, expand
 from cad_jax.sharding.tasks import Capacities, stage_documents, stage_lengths
 
@@ -99,7 +99,7 @@ class PlannedStrategy:
                 tolerance=self.planning.tolerance,
                 starts=starts,
             )
-        return plan_with(_named_failures(self.planning.planner), lengths, **self._arguments(starts))
+        return plan_with(self.planning.planner, lengths, **self._arguments(starts))
 
     def _arguments(self, starts: np.ndarray | None = None) -> dict[str, Any]:
         """Of `plan_documents`. What few runs set is left out elsewhere: planners need not know it."""
@@ -131,7 +131,7 @@ class PlannedStrategy:
             return None
         cost = None
         if placement == "searched":
-            cost = wire_cost(_named_failures(self.planning.planner), **self._arguments())
+            cost = wire_cost(self.planning.planner, **self._arguments())
         servers = pool.servers // pool.stages
         return place(lengths, placement, servers, pool.tokens_per_server, cost)
 
@@ -206,25 +206,3 @@ class PlannedStrategy:
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tables: Any) -> jax.Array:
         return differentiable.attend(self.way, self.pool.settings, q, k, v, tables)
-
-
-def _named_failures(planner: Planner) -> Planner:
-    """A planner of one's own whose errors say whose they are."""
-    if planner is plan_documents:
-        return planner
-
-    name = getattr(planner, "__qualname__", repr(planner))
-
-    @wraps(planner)
-    def named(lengths: np.ndarray, **arguments: Any) -> Plan:
-        try:
-            return planner(lengths, **arguments)
-        except Exception as error:
-            raise ValueError(
-                f"planner {name} must plan every step's documents, and raised "
-                f"{type(error).__name__} ({error}) for {len(lengths)} of them, the longest of "
-                f"{int(lengths.max(initial=0))} tokens, over {arguments['servers']} servers: correct "
-                "it, or leave it out for cad_jax.plan_documents"
-            ) from error
-
-    return named

@@ -214,11 +214,19 @@ def make_strategy(
         )
         if capacities is None:
             allowed = candidates if transport == "auto" else (transport,)
-            # Where keys may be divided plans are a transport's own; else one set of plans serves all.
-            alike = [(t,) for t in allowed] if key_ranges > 1 else [allowed]
+            # Plans that look at the transport are made for each by itself; else one set of plans tells which.
+            of_transport = (
+                key_ranges > 1
+                or placement == "searched"
+                or planner is not plan_documents
+                or cost_model is not None
+            )
+            alike = [(t,) for t in allowed] if of_transport else [allowed]
             found = [_capacities(name, pool, group, sample_lengths, planning) for group in alike]
             choices = {each.transport: each for each in found}
-            capacities = choices[choose_transport(choices, heads, servers, device, tp)]
+            capacities = choices[
+                choose_transport(choices, heads, servers, device, tp, element_bytes)
+            ]
         return PlannedStrategy(name, pool, capacities, planning)
     if name in ("all_gather", "ring"):
         return HeadTailStrategy(name, pool)
@@ -265,13 +273,18 @@ def _capacities(
     plans = [strategy.plan_sample(sample) for sample in sample_lengths]
     if not plans:
         return first
-    return capacities_from_plans(
+    found = capacities_from_plans(
         plans,
         max_document_tokens=longest,
         device=pool.device,
         tp=pool.tp,
         candidates=candidates,
+        element_bytes=pool.element_bytes,
     )
+    if found.transport == first.transport:
+        return found
+    # Where two plans are nearly alike the transport decides: of its own, as a resumed run makes them, which keeps it.
+    return _capacities(name, pool, (found.transport,), sample_lengths, planning)
 
 
 def _first_capacities(
@@ -285,6 +298,17 @@ def _first_capacities(
     shape = pool.servers, pool.tokens_per_server, pool.heads, max_document_tokens
     if name == "cad":
         partials = min(key_ranges, pool.servers)
-        return default_capacities(*shape, None, pool.device, pool.tp, candidates, partials)
+        return default_capacities(
+            *shape,
+            None,
+            pool.device,
+            pool.tp,
+            candidates,
+            partials,
+            element_bytes=pool.element_bytes,
+        )
     choices = {t: home_capacities(*shape, t) for t in candidates}
-    return choices[choose_transport(choices, pool.heads, pool.servers, pool.device, pool.tp)]
+    chosen = choose_transport(
+        choices, pool.heads, pool.servers, pool.device, pool.tp, pool.element_bytes
+    )
+    return choices[chosen]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cad_jax.sharding.cost import DEVICES, Device, choose_transport
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tasks import (
     CAPACITY_FIELDS,
     DENSE_TRANSPORTS,
@@ -71,6 +71,7 @@ def default_capacities(
     tp: int = 1,
     candidates: Sequence[str] = DENSE_TRANSPORTS,
     partials: int = 1,
+    element_bytes: int = 2,
 ) -> Capacities:
     """Capacities from static arguments alone, roomy enough for balanced plans of real documents.
 
@@ -78,7 +79,7 @@ def default_capacities(
     (real plans were seen to need 1.7 T, 3.0 T and less than that). Sends are bounded by a rank's own rows, each once; what a server
     receives by its keys above and T query rows. Without `max_document_tokens` a document may fill
     the pool; without `transport` that one of `candidates` is taken which has the fewest predicted
-    seconds on `device`s of which tp share a server's tokens. `partials`: servers that the keys of one
+    seconds on `device`s of which tp share a server's tokens, in q, k, v of element_bytes. `partials`: servers that the keys of one
     query row may be divided among. A recipe does better from plans of its own data:
     `capacities_from_plans`.
     """
@@ -89,7 +90,8 @@ def default_capacities(
             )
             for t in candidates
         }
-        return choices[choose_transport(choices, heads, servers, device, tp)]
+        chosen = choose_transport(choices, heads, servers, device, tp, element_bytes)
+        return choices[chosen]
     floor = home_capacities(servers, tokens_per_server, heads, max_document_tokens, transport)
     longest = _longest(servers, tokens_per_server, max_document_tokens)
     tokens = tokens_per_server
@@ -139,11 +141,13 @@ def capacities_from_plans(
     device: Device = DEVICES["h200"],
     tp: int = 1,
     candidates: Sequence[str] = DENSE_TRANSPORTS,
+    element_bytes: int = 2,
 ) -> Capacities:
     """Capacities that hold the given percentile of `plans`, each on its own, and any home plan.
 
     Plan with default capacities for this. `transport`: by default that one of `candidates` with the
-    fewest predicted seconds on `device`s of which tp share a server's tokens. `max_document_tokens`:
+    fewest predicted seconds on `device`s of which tp share a server's tokens, in q, k, v of
+    element_bytes. `max_document_tokens`:
     the longest document to come; without it one may fill the pool.
     """
     if not plans:
@@ -161,7 +165,8 @@ def capacities_from_plans(
             )
             for t in candidates
         }
-        return choices[choose_transport(choices, first.heads, first.servers, device, tp)]
+        chosen = choose_transport(choices, first.heads, first.servers, device, tp, element_bytes)
+        return choices[chosen]
     needs = [required_capacities(plan, transport) for plan in plans]
 
     def enough(name: str) -> Any:

@@ -147,12 +147,15 @@ def choose_transport(
     servers: int,
     device: Device = DEVICES["h200"],
     tp: int = 1,
+    element_bytes: int = 2,
 ) -> str:
     """The transport, among capacities by transport name, of fewest predicted seconds.
 
-    Candidates come in order of preference: the first of equals wins.
+    element_bytes: of q, k, v (2 for bfloat16). Candidates come in order of preference: the first of equals wins.
     """
-    seconds = {t: exchange_s(c, heads, servers, device, tp) for t, c in candidates.items()}
+    seconds = {
+        t: exchange_s(c, heads, servers, device, tp, element_bytes) for t, c in candidates.items()
+    }
     return min(seconds, key=lambda transport: seconds[transport])
 
 

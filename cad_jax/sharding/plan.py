@@ -22,7 +22,8 @@ from cad_jax.sharding.cost import (
 )
 from cad_jax.sharding.coverage import check_coverage, check_lengths, check_tasks
 from cad_jax.sharding.layout import PlanArrays, lay_out
-from cad_jax.sharding.routing import required_capacities, wire_bytes
+from cad_jax.sharding.required import required_capacities
+from cad_jax.sharding.routing import wire_bytes
 from cad_jax.sharding.tasks import (
     HOME,
     SERVER,

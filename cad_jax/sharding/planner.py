@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from cad_jax.sharding.capacities import default_capacities
-from cad_jax.sharding.compiled import count_needs
 from cad_jax.sharding.cost import exchange_latencies, server_loads
 from cad_jax.sharding.coverage import check_lengths
 from cad_jax.sharding.key_ranges import key_range_tasks
@@ -24,6 +23,7 @@ from cad_jax.sharding.prefixes import (
     prefix_tasks,
     reachable_loads,
 )
+from cad_jax.sharding.required import required_by_tasks, required_capacities
 from cad_jax.sharding.routing import WireBytes, wire_bytes
 from cad_jax.sharding.tasks import (
     HOME,
@@ -157,14 +157,19 @@ def plan_documents(
 class _Weighed(NamedTuple):
     """A finished plan's tasks and how it is judged: less is better."""
 
-    over: int  # pairs over the promised bound, of the server that is worst off
+    over: int  # pairs over what list scheduling ends within, of the server that is worst off
+    beyond: int  # pairs over the tolerance, of that server
     cost: float  # bytes on the wire, or predicted seconds
     fits: bool
     tasks: np.ndarray
 
     @property
-    def rank(self) -> tuple[int, float]:
-        return self.over, self.cost
+    def rank(self) -> tuple[int, int, float]:
+        return self.over, self.beyond, self.cost
+
+    @property
+    def good(self) -> bool:
+        return self.over == 0 and self.fits
 
 
 def _balanced(
@@ -174,16 +179,18 @@ def _balanced(
     servers, tolerance, capacities = home.servers, home.tolerance, home.capacities
     rows, unlimited = np.full(servers, capacities.query_rows), np.full(servers, UNLIMITED)
     bound = reachable_loads(documents, tolerance)
+    promised = load_bounds(documents.pairs, documents.speeds, tolerance)
 
     def weighed(tasks: np.ndarray) -> _Weighed:
-        needed = needed_capacities(home, tasks)
+        needed = required_by_tasks(home, tasks, capacities.transport)
         fits = capacities.holds(needed)
         wire = wire_bytes(needed, servers, home.heads)
         cost = float(wire.forward + wire.backward)
         if cost_model is not None:
             cost = _seconds(home, tasks, wire, documents, cost_model)
-        over = max(int((server_loads(tasks, servers) - bound).max()), 0)
-        return _Weighed(over, cost, fits, tasks)
+        loads = server_loads(tasks, servers)
+        over, beyond = (max(int((loads - most).max()), 0) for most in (bound, promised))
+        return _Weighed(over, beyond, cost, fits, tasks)
 
     candidates = [prefix_tasks(documents, tolerance, query_rows=rows, key_rows=capacities.key_rows)]
     if partials > 1:
@@ -192,9 +199,10 @@ def _balanced(
         )
         candidates += [] if tasks is None else [tasks]
     finished = [weighed(tasks) for tasks in candidates]
-    good = [plan for plan in finished if plan.over == 0 and plan.fits]
+    good = [plan for plan in finished if plan.good and plan.beyond == 0]
     if good:
-        most = min(plan.cost for plan in good) * (1 + ALIKE.get(capacities.transport, 0.0))
+        alike_part = 0.0 if cost_model is not None else ALIKE.get(capacities.transport, 0.0)
+        most = min(plan.cost for plan in good) * (1 + alike_part)
         alike = [dataclasses.replace(home, tasks=plan.tasks) for plan in good if plan.cost <= most]
         return alike[0] if len(alike) == 1 else min(alike, key=_travels)
 
@@ -202,10 +210,10 @@ def _balanced(
     few = partial(few_moves, documents, key_rows=capacities.key_rows)
     free = prefix_tasks(documents, tolerance, query_rows=unlimited)
     blind, _ = few_moves(documents, tolerance, query_rows=unlimited, key_rows=UNLIMITED)
-    for tasks in (few(tolerance, query_rows=rows)[0], free, blind):
-        plan = weighed(tasks)
-        if plan.over == 0 and plan.fits:
-            return dataclasses.replace(home, tasks=tasks)
+    others = [weighed(tasks) for tasks in (few(tolerance, query_rows=rows)[0], free, blind)]
+    good = [plan for plan in (*finished, *others) if plan.good]
+    if good:
+        return dataclasses.replace(home, tasks=min(good, key=lambda plan: plan.rank).tasks)
 
     # A capacity is in the way: the best of what it holds, and what it keeps at home is counted.
     scales = [scale * max(tolerance, 0.05) for scale in RELAXED_TOLERANCES]
@@ -215,27 +223,6 @@ def _balanced(
     best = min([*choices, weighed(fitted)], key=lambda plan: plan.rank)
     fallback_tasks = max(1, _moved(free) - _moved(best.tasks)) if best.over > 0 else 0
     return dataclasses.replace(home, tasks=best.tasks, fallback_tasks=fallback_tasks)
-
-
-def needed_capacities(home: Plan, tasks: np.ndarray) -> Capacities:
-    """The least capacities that hold sorted tasks, int64 [n, 7], in the place of a plan's own: what
-    `required_capacities` of that plan gives, sooner."""
-    heads, transport = home.heads, home.capacities.transport
-    # Copies: the compiled count would be compiled again for read-only arrays.
-    counted = count_needs(
-        tasks.copy(), home.starts.copy(), home.servers, home.tokens_per_server, heads.q_units, heads.kv_units,
-        list(TRANSPORT_HOPS).index(transport),
-    )  # fmt: skip
-    values = [int(value) for value in counted]
-    query_rows, key_rows, *pairs = values[:10]
-    hops, ways = TRANSPORT_HOPS[transport], 2 if transport in ("relay", "ragged") else 1
-    dispatch_units, output_units, dispatch_runs, output_runs = zip(
-        pairs[::2], pairs[1::2], strict=True
-    )
-    return Capacities(
-        transport, query_rows, key_rows, dispatch_units[:ways], output_units[:ways],
-        dispatch_runs[:hops], output_runs[:hops], *values[10:],
-    )  # fmt: skip
 
 
 def _seconds(
@@ -322,7 +309,7 @@ def _moved(tasks: np.ndarray) -> int:
 
 
 def _check_home_fits(home: Plan) -> None:
-    exceeded = home.capacities.exceeded(needed_capacities(home, home.tasks))
+    exceeded = home.capacities.exceeded(required_capacities(home, home.capacities.transport))
     if exceeded:
         raise ValueError(
             "capacities must hold at least the home plan (every task at its home), which needs "

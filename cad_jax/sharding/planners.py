@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.planner import needed_capacities, plan_documents
+from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.routing import wire_bytes
 from cad_jax.sharding.tasks import HeadShape, document_starts
 
@@ -24,10 +25,16 @@ def load_planner(name: str) -> Planner:
         raise ValueError(f"a planner must be named module:function, got {name!r}: name it so")
     try:
         module = import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # whatever its first lines do
+        missing = isinstance(error, ImportError)
+        what = f"{error}" if missing else f"{type(error).__name__}: {error}"
+        cure = (
+            "install it, or put its folder on the path (PYTHONPATH=. cad-jax ... for the current one)"
+            if missing
+            else "correct it"
+        )
         raise ValueError(
-            f"a planner's module must be importable, {module_name!r} of {name!r} is not ({error}): "
-            "install it, or add its folder to PYTHONPATH"
+            f"a planner's module must be importable, {module_name!r} of {name!r} is not ({what}): {cure}"
         ) from error
     planner = getattr(module, function_name, None)
     if not isinstance(planner, Callable):
@@ -43,7 +50,7 @@ def plan_with(planner: Planner, lengths: np.ndarray, **arguments: Any) -> Plan:
     """The plan that `planner` makes of these arguments of `plan_documents`, int64 [N] lengths.
 
     A plan of any other planner is checked: for these documents, this pool and these capacities, and
-    exact (`Plan.check`). ValueError says what is not so.
+    exact (`Plan.check`). ValueError says what is not so, or what it raised.
     """
     name = getattr(planner, "__qualname__", repr(planner))
     try:
@@ -57,9 +64,18 @@ def plan_with(planner: Planner, lengths: np.ndarray, **arguments: Any) -> Plan:
     own: dict[str, Any] = {
         k: v.copy() if isinstance(v, np.ndarray) else v for k, v in arguments.items()
     }
-    plan = planner(lengths.copy(), **own)
-    if planner is not plan_documents:
-        _check(plan, lengths, name, arguments)
+    if planner is plan_documents:
+        return planner(lengths.copy(), **own)
+    try:
+        plan = planner(lengths.copy(), **own)
+    except Exception as error:
+        raise ValueError(
+            f"planner {name} must plan every step's documents, and raised {type(error).__name__} "
+            f"({error}) for {len(lengths)} of them, the longest of {int(lengths.max(initial=0))} "
+            f"tokens, over {arguments['servers']} servers: correct it, or leave it out for "
+            "cad_jax.plan_documents"
+        ) from error
+    _check(plan, lengths, name, arguments)
     return plan
 
 
@@ -69,7 +85,7 @@ def wire_cost(planner: Planner, **arguments: Any) -> Callable[[np.ndarray], floa
 
     def cost(lengths: np.ndarray) -> float:
         plan = plan_with(planner, lengths, **arguments)
-        needed = needed_capacities(plan, plan.tasks)
+        needed = required_capacities(plan, plan.capacities.transport)
         wire = wire_bytes(needed, plan.servers, plan.heads)
         return float(wire.forward + wire.backward)
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from cad_jax.sharding.text_lines import numbered_lines
+
 LABELS = ("measured", "derived")
 TILES_OF = ("task", "buffer")
 LINKS = ("within_node", "between_nodes")
-MAX_CHARACTERS = 2**24  # no grid has so many points: the rest of a larger file is not read
+MAX_LINES = 2**18  # no grid has so many points
 LEAST, MOST = 1e-15, 1e15  # of any number: products of a few of them stay finite
 CURE = "write the file with cad-jax profile, or correct it"
 
@@ -138,26 +140,15 @@ def load(path: str | Path) -> Profile:
     Raises:
         ValueError: the file cannot be read or is damaged; the message names the line.
     """
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            lines = file.read(MAX_CHARACTERS).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    lines = list(numbered_lines(path, "a profile", CURE, MAX_LINES))
+    header, count = _header(path, [text for _, text in lines if text.startswith("#")])
+    table = [(n, next(csv.reader([text]))) for n, text in lines if not text.startswith("#")]
+    columns = table[0][1] if table else []
+    if tuple(columns) != COLUMNS:
         raise ValueError(
-            f"a profile must be a readable CSV file, got {path} ({error}): name one that cad-jax "
-            "profile wrote"
-        ) from error
-    comments = [line for line in lines if line.startswith("#")]
-    table = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
-    header, count = _header(path, comments)
-    rows = list(csv.reader(line for _, line in table))
-    if not rows or tuple(rows[0]) != COLUMNS:
-        raise ValueError(
-            f"{path} must have the columns {','.join(COLUMNS)}, got "
-            f"{','.join(rows[0]) if rows else 'none'}: {CURE}"
+            f"{path} must have the columns {','.join(COLUMNS)}, got {','.join(columns) or 'none'}: {CURE}"
         )
-    parsed = [
-        _row(f"{path}, line {n}", cells) for (n, _), cells in zip(table[1:], rows[1:], strict=True)
-    ]
+    parsed = [_row(f"{path}, line {n}", cells) for n, cells in table[1:]]
     if len(parsed) != count:
         raise ValueError(
             f"{path} must have the {count} rows that its header counts, got {len(parsed)}: {CURE}"

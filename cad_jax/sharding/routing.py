@@ -74,11 +74,6 @@ def route(plan: PlanLike, transport: str) -> Routing:
     return Routing(query_map, key_map, query, key, partials, kind(dispatch), kind(output))
 
 
-def required_capacities(plan: PlanLike, transport: str) -> Capacities:
-    """The least capacities that hold `plan` under `transport`."""
-    return route(plan, transport).required(transport)
-
-
 class WireBytes(NamedTuple):
     """Bytes one rank hands to the collectives of one layer, padding included, all hops together.
     Each is also what it receives; of ragged, the larger of the two, of the busiest rank.

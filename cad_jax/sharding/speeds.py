@@ -4,26 +4,21 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-MAX_CHARACTERS = 2**24  # no pool has so many servers: the rest of a larger file is not read
+from cad_jax.sharding.text_lines import numbered_lines
+
+MAX_LINES = 2**22  # no pool has so many servers
+CURE = "pass a text file with one relative speed a line, as `cad-jax speeds` writes it"
 
 
 def read_speeds(path: str | Path) -> tuple[float, ...]:
     """Speeds [S] in any unit, server after server; blank lines and those that begin with # are skipped.
 
-    ValueError names file and line where a line is anything but a positive finite number.
+    ValueError names file and line where a line is anything but a positive finite number, or what `numbered_lines`
+    refuses.
     """
-    try:
-        with Path(path).open(encoding="utf-8-sig") as file:
-            lines = file.read(MAX_CHARACTERS).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"speeds of servers cannot be read from {path} ({error}): pass a text file with one "
-            "relative speed a line, as `cad-jax speeds` writes it"
-        ) from error
     speeds = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if not text or text.startswith("#"):
+    for number, text in numbered_lines(path, "speeds of servers", CURE, MAX_LINES):
+        if text.startswith("#"):
             continue
         try:
             speed = float(text)

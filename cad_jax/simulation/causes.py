@@ -63,8 +63,13 @@ CAUSES: Mapping[Name, Cause] = {
 def with_causes(setting: Setting, names: Iterable[Name]) -> Setting:
     """The setting with these of CAUSES switched on, every strategy alike where it is concerned.
 
-    ValueError for an unknown one.
+    ValueError for an unknown one, and for one named twice.
     """
+    names = tuple(names)
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"causes must be named once each, got {' '.join(names)}: leave out the second"
+        )
     for name in names:
         if name not in CAUSES:
             raise ValueError(

@@ -10,6 +10,12 @@ from cad_jax.sharding.cost_model import CostModel, Link, analytic, from_csv, shi
 PROFILES = {"h100": "h200_fa3", "h200": "h200_fa3", "cpu": "cpu"}
 
 
+def profile_file(profile: str | None) -> Path | None:
+    """A file of one's own that a profile names; None for one that ships, and for "analytic"."""
+    file = Path(profile or "")
+    return file if file.suffix == ".csv" else None
+
+
 def named_costs(device: Device, profile: str | None, between_nodes_gb_s: float | None) -> CostModel:
     """A cost model as people name it.
 
@@ -21,9 +27,8 @@ def named_costs(device: Device, profile: str | None, between_nodes_gb_s: float |
     if profile == "analytic":
         costs = analytic(device)
     else:
-        file = Path(profile)
         try:
-            costs = from_csv(file if file.suffix == ".csv" else shipped(profile), device)
+            costs = from_csv(profile_file(profile) or shipped(profile), device)
         except ValueError as error:
             if device.peak_flops is None:
                 raise

@@ -21,7 +21,7 @@ from cad_jax.sharding.capacities import capacities_from_plans
 from cad_jax.sharding.cost_model import CostModel
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import plan_documents
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tasks import (
     DOCUMENT,
     HOME,

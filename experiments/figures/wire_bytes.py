@@ -18,7 +18,8 @@ from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.cost_model import analytic
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
-from cad_jax.sharding.routing import required_capacities, wire_bytes
+from cad_jax.sharding.required import required_capacities
+from cad_jax.sharding.routing import wire_bytes
 from cad_jax.sharding.tasks import HeadShape
 from cad_jax.simulation.work import Wire, exact_exchanges, moved_rows
 from experiments.figures.common import Arguments, arguments, markdown, paired, write

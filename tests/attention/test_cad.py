@@ -31,7 +31,7 @@ from cad_jax.attention import cad, differentiable
 from cad_jax.sharding.capacities import default_capacities
 from cad_jax.sharding.mesh import POOL_AXES, make_mesh
 from cad_jax.sharding.plan import Plan, home_plan
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tables import expand
 from cad_jax.sharding.tasks import (
     CAPACITY_FIELDS,

@@ -19,8 +19,11 @@ from strategy_cases import (
 )
 
 from cad_jax.attention.head_tail import head_tail
+from cad_jax.attention.planned import PlannedStrategy
 from cad_jax.attention.strategies import STRATEGIES, make_strategy
 from cad_jax.sharding.cost import DEVICES, exchange_s
+from cad_jax.sharding.cost_model import analytic
+from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.tasks import HeadShape
 
 HEADS = HeadShape(8, 2, 64)
@@ -135,6 +138,34 @@ def test_each_transport_divides_keys_its_own_way() -> None:
         seconds[transport] = exchange_s(strategy.capacities, pool.heads, 16, pool.device)
     assert partials["ragged"] > 1
     assert seconds["auto"] == min(seconds.values())
+
+
+def at_home_where_relayed(lengths, **arguments):
+    """A planner of one's own, which looks at the transport it plans for."""
+    if arguments["capacities"].transport == "relay":
+        arguments["tolerance"] = 1.0
+    return plan_documents(lengths, **arguments)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"node": 1},
+        {"placement": "searched"},
+        {"cost_model": analytic(DEVICES["h200"])},
+        {"planner": at_home_where_relayed},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_a_transport_that_is_kept_has_the_capacities_it_was_chosen_with(own) -> None:
+    """Plans that depend on the transport are sampled as a run makes them. First capacities are of another one."""
+    mix = np.array([2048, 1024, 512, 200, 200, 64, 64, 64, 64, 1904])
+    shape = dict(servers=6, tokens_per_server=1024, heads=HeadShape(8, 2, 128), **own)
+    shape |= dict(sample_lengths=[mix], max_document_tokens=2048)
+    chosen = make_strategy("cad", candidates=("direct", "relay", "ragged"), **shape)
+    kept = make_strategy("cad", candidates=(str(chosen.transport),), **shape)
+    assert isinstance(chosen, PlannedStrategy) and isinstance(kept, PlannedStrategy)
+    assert chosen.capacities == kept.capacities
 
 
 def test_refusals() -> None:

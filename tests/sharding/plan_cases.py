@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tasks import Capacities, HeadShape
 
 

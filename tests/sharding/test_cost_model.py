@@ -401,6 +401,8 @@ ROW = "attention,4,1,128,512,1280,"
         (replaced(ROW, ROW + "1e308,1,,,,,,,,\n" + ROW), "forward_s must be from 1e-15 to 1e.15, got '1e308'"),
         (replaced("# rows: ", "# lines: "), "must have a line '# rows: ...', got none"),
         (lambda text: "", "must have a line '# label: ...', got none"),
+        (replaced(ROW, '"' + ROW), "line 17: a row must have 16 cells, got 1"),
+        (lambda text: text + "\n" * 2**18, "must have at most 262144 lines, and has more"),
     ],
 )  # fmt: skip
 def test_damaged_profiles_are_refused(tmp_path, change, message):
@@ -413,7 +415,7 @@ def test_damaged_profiles_are_refused(tmp_path, change, message):
 
 
 def test_what_has_no_seconds_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"readable CSV file, got .*nowhere\.csv"):
+    with pytest.raises(ValueError, match=r"a profile cannot be read from .*nowhere\.csv"):
         from_csv(tmp_path / "nowhere.csv", TOY)
     with pytest.raises(ValueError, match="device cpu has no published peak: .*cad-jax profile"):
         analytic(CPU)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cad_jax.sharding.capacities import home_capacities
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import plan_documents
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tasks import (
     HOME,
     Q_START,

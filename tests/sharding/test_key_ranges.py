@@ -14,7 +14,8 @@ from cad_jax.sharding.fares import FAR, NEAR
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.prefixes import join_tasks
-from cad_jax.sharding.routing import required_capacities, wire_bytes
+from cad_jax.sharding.required import required_capacities
+from cad_jax.sharding.routing import wire_bytes
 from cad_jax.sharding.tasks import (
     DOCUMENT,
     HOME,
@@ -275,8 +276,9 @@ def test_capacities_measured_on_plans_hold_them():
 
 @pytest.mark.parametrize("transport", ["direct", "relay", "ragged"])
 def test_keys_are_divided_only_where_less_travels(transport):
-    """On the wire of the transport, forward and backward, every plan within its bound; what all ranks take
-    in together may tell apart plans whose busiest ranks send and take in nearly as much."""
+    """On the wire of the transport, forward and backward, every plan within its bound, or where whole keys
+    miss the tolerance; what all ranks take in together may tell apart plans whose busiest ranks send and
+    take in nearly as much."""
 
     def bytes_of(plan):
         wire = wire_bytes(required_capacities(plan, transport), plan.servers, plan.heads)
@@ -291,7 +293,10 @@ def test_keys_are_divided_only_where_less_travels(transport):
         # Within the same limits: where keys are divided more query rows have room.
         whole = plan_of(lengths, servers, tokens, capacities=best.capacities, key_ranges=1)
         assert whole.fallback_tasks == best.fallback_tasks == 0
-        assert bytes_of(best) <= bytes_of(whole) * (1 + (transport == "ragged") / 64)
+        missed_by_best, missed_by_whole = (max(p.max_over_mean - 1.05, 0) for p in (best, whole))
+        assert missed_by_best <= missed_by_whole
+        if missed_by_best == missed_by_whole:
+            assert bytes_of(best) <= bytes_of(whole) * (1 + (transport == "ragged") / 64)
         divided += bool(best.tasks[:, K_START].any())
         if not best.tasks[:, K_START].any():
             np.testing.assert_array_equal(best.tasks, whole.tasks)

@@ -18,7 +18,7 @@ from cad_jax.sharding.pieces import Pool, move, restart, start_state
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.prefixes import PoolDocuments, few_moves, prefix_tasks
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tasks import (
     HOME,
     K_STOP,
@@ -26,6 +26,7 @@ from cad_jax.sharding.tasks import (
     Q_STOP,
     SERVER,
     TILE_ROWS,
+    TRANSPORT_HOPS,
     HeadShape,
     document_starts,
     home_tasks,
@@ -388,3 +389,13 @@ def test_the_compiled_planner_is_cached_under_all_of_its_sources():
     assert sources | {"tasks.py"} <= {Path(str(m.__file__)).name for m in compiled._MODULES}
     for entry in (compiled.balance, compiled.best_balance, compiled.best_parts, compiled.cut_tiles):
         assert [c.cell_contents for c in entry.py_func.__closure__] == [compiled._sources()]
+
+
+@pytest.mark.parametrize("lengths", [[512, 512], [1024, 1024], [700, 3, 900, 0, 400]])
+@pytest.mark.parametrize("transport", TRANSPORT_HOPS)
+def test_what_a_plan_needs_is_enough_for_as_good_a_plan(lengths, transport):
+    pool = dict(servers=4, tokens_per_server=512, num_q_heads=2, num_kv_heads=1, head_dim=32)
+    roomy = plan_documents(lengths, transport=transport, **pool)
+    enough = capacities_from_plans([roomy], max_document_tokens=1024, transport=transport)
+    again = plan_documents(lengths, capacities=enough, **pool)
+    assert again.max_over_mean <= max(1.05, roomy.max_over_mean)

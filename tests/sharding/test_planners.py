@@ -10,7 +10,7 @@ from cad_jax.sharding.cost import server_loads
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.planners import load_planner, plan_with, wire_cost
-from cad_jax.sharding.routing import required_capacities
+from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tasks import HOME, SERVER, HeadShape
 
 LENGTHS = np.array([1500, 20, 300, 1], np.int64)
@@ -104,12 +104,41 @@ def test_documents_from_other_starts_are_another_plan():
         plan_with(end_to_end, LENGTHS, starts=starts, **ARGUMENTS)
 
 
+def failing(lengths, **arguments):
+    raise KeyError("share")
+
+
+def test_what_a_planner_raises_is_named_in_a_plan_and_in_the_cost_of_an_order():
+    message = (
+        r"planner failing must plan every step's .* raised KeyError \('share'\) for 4 of them, the "
+    )
+    for use in (plan_with, lambda planner, lengths, **rest: wire_cost(planner, **rest)(lengths)):
+        with pytest.raises(ValueError, match=message + "longest of 1500 .* 4 servers: correct it"):
+            use(failing, LENGTHS, **ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 / 0", r"'broken:plan' is not \(ZeroDivisionError: division by zero\): correct it"),
+        ("def plan(:", r"'broken:plan' is not \(SyntaxError: .*\): correct it"),
+        ("import no_such_module", r"is not \(No module named 'no_such_module'\): install it"),
+    ],
+)
+def test_modules_that_fail_are_refused(text, message, tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_planner("broken:plan")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("plan_documents", r"must be named module:function, got 'plan_documents': name it so"),
         (":f", "must be named module:function, got ':f'"),
-        ("no_such_module:f", "'no_such_module:f' is not .*: install it, or add .* PYTHONPATH"),
+        ("no_such_module:f", "'no_such_module:f' is not .*: install it, or put .*PYTHONPATH="),
+        (".plan:f", "importable, '.plan' of '.plan:f' is not .*: correct it"),
         ("cad_jax:plan", "module 'cad_jax' has none of the name 'plan': correct the name"),
         ("cad_jax.sharding.plan:FORMAT_VERSION", "has int of the name 'FORMAT_VERSION'"),
     ],

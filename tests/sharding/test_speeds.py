@@ -2,6 +2,7 @@
 
 import pytest
 
+from cad_jax.sharding import speeds
 from cad_jax.sharding.speeds import check_speeds, read_speeds
 
 
@@ -25,6 +26,16 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read from .*binary"):
         read_speeds(tmp_path / "binary")
+
+
+def test_larger_files_are_refused_and_never_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(speeds, "MAX_LINES", 3)
+    file = tmp_path / "speeds.txt"
+    file.write_text("# measured\n1\n2\n")
+    assert read_speeds(file) == (1.0, 2.0)
+    file.write_text("# measured\n1\n2\n3\n")
+    with pytest.raises(ValueError, match="must have at most 3 lines, and has more: pass a text"):
+        read_speeds(file)
 
 
 def test_one_positive_number_a_server():

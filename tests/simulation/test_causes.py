@@ -67,6 +67,8 @@ def test_causes_add_up_and_unknown_ones_are_refused() -> None:
     assert all(cause.source for cause in CAUSES.values())
     with pytest.raises(ValueError, match=r"one of copies, .*got 'magic'"):
         with_causes(setting(), ("magic",))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="once each, got slow_kernels slow_kernels: leave out"):
+        with_causes(setting(), ("slow_kernels", "slow_kernels"))
 
 
 @pytest.mark.parametrize("transport", ["direct", "relay", "ragged"])
