@@ -194,7 +194,7 @@ def test_strategies_refuse_what_they_do_not_have():
         (
             {"planner": "no_such_module:plan"},
             {},
-            "module must be importable, 'no_such_module' .*add its folder to PYTHONPATH",
+            "module must be importable, 'no_such_module' .*put its folder on the path",
         ),
         ({"planner": "plan"}, {}, "must be named module:function, got 'plan'"),
         (

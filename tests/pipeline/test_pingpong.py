@@ -92,7 +92,7 @@ def check(result, expected):
 def test_steps_with_and_without_divided_keys_are_one_program():
     planning = dict(key_ranges=4, tolerance=0.1)
     compiled = None
-    divided, whole = [967, 1077], [200] * 10
+    divided, whole = [2000], [200] * 10
     for lengths in ([divided, whole], [whole, whole], [whole, divided]):
         step, placed, expected = make_case(
             (1, 4, 1), "relay", kernel="xla", all_lengths=lengths, tokens=2048, planning=planning
