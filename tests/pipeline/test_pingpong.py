@@ -69,12 +69,10 @@ def make_case(
     [
         ((1, 1, 1), "direct", 2, dict(num_layers=1)),
         ((1, 8, 1), "relay", 1, dict(num_layers=3)),
-        ((1, 4, 2), "relay", 2, dict(num_q_heads=4, num_kv_heads=4)),
         ((1, 2, 4), "relay", 1, dict(num_q_heads=8)),  # one key head a device, two queries
         ((1, 2, 4), "relay", 1, {}),  # one head a device: an attention has one part
         ((1, 3, 2), "direct", 1, {}),  # E does not divide by dp: weights whole on every rank
         ((1, 2, 4), "relay", 1, dict(tokens_over_tp=True, num_q_heads=16, num_kv_heads=2)),
-        ((1, 4, 2), "direct", 2, dict(tokens_over_tp=True, tied_embeddings=True)),
     ],
 )
 def test_loss_and_gradients_equal_one_device(shape, transport, microbatches, changes):
