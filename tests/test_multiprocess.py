@@ -1,5 +1,6 @@
 """Two processes of 4 devices each against one of 8: the same run, or an error on both."""
 
+import fcntl
 import io
 import json
 import os
@@ -29,14 +30,32 @@ def compiled(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+def shared(tmp_path_factory, worker_id):
+    """A folder with the corpus and what two processes left there, made by the first test worker that
+    needs it: it takes too long to be made by each."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "two_processes"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "two").exists():
+            run_two(folder / "two", write_corpus(folder / "corpus"))
+    return folder
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, corpus):
-    """The folder in which two processes left what `pool_worker.main` writes."""
-    folder = tmp_path_factory.mktemp("two")
+@pytest.fixture
+def corpus(shared):
+    return str(shared / "corpus" / "*.txt")
+
+
+@pytest.fixture
+def two(shared):
+    return shared / "two"
+
+
+def run_two(folder: Path, corpus: str) -> None:
+    """Two processes that leave in `folder` what `pool_worker.main` writes."""
+    folder.mkdir()
     (folder / "speeds_0.txt").write_text("1\n0.1\n1\n0.3\n")  # process 1 has no file of its own
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -60,7 +79,6 @@ def two(tmp_path_factory, corpus):
             worker.kill()
     for worker, (_, err) in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, err
-    return folder
 
 
 def test_forward_is_bitwise_that_of_one_process(two, corpus):
