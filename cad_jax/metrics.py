@@ -1,7 +1,8 @@
 """What a run reports: metrics.jsonl, TensorBoard events, progress on the console, two plots.
 
 metrics.jsonl holds one line a step with exactly the fields of `FIELDS`. Losses are in nats per target
-token, times in seconds, bytes per server for one forward of one layer.
+token, times in seconds, bytes per server for one forward of one layer; attention's max over mean weighs
+servers by their speeds where they are given.
 """
 
 import json
@@ -19,6 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from tensorboardX import SummaryWriter
+
+from cad_jax.sharding.cost import max_over_mean
 
 METRICS_FILE = "metrics.jsonl"
 FIELDS = (
@@ -192,15 +195,24 @@ def plot_loss(path: Path, records: Sequence[dict[str, Any]], references: dict[st
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def plot_plan(path: Path, step: int, home_pairs: np.ndarray, planned_pairs: np.ndarray) -> None:
-    """Attention work per server in one plan, before and after planning. Both [S], (query, key) pairs."""
+def plot_plan(
+    path: Path,
+    step: int,
+    home_pairs: np.ndarray,
+    planned_pairs: np.ndarray,
+    speeds: Sequence[float] | None = None,
+) -> None:
+    """Attention work per server in one plan, before and after planning. Both [S], (query, key) pairs. speeds: [S],
+    relative, where servers are not alike."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     servers = np.arange(len(home_pairs))
     for offset, pairs, name in ((-0.2, home_pairs, "at home"), (0.2, planned_pairs, "planned")):
-        ratio = pairs.max() / max(pairs.mean(), 1)
+        ratio = max_over_mean(pairs, speeds)
         axes.bar(servers + offset, pairs / 1e6, 0.38, label=f"{name}: max/mean {ratio:.3f}")
-    axes.axhline(home_pairs.mean() / 1e6, linestyle="--", linewidth=0.9, color="gray")
+    shares = np.ones(len(servers)) if speeds is None else np.array(speeds)
+    even = home_pairs.sum() / 1e6 * shares / shares.sum()
+    axes.hlines(even, servers - 0.5, servers + 0.5, linestyle="--", linewidth=0.9, color="gray")
     axes.set(
         xlabel="server",
         ylabel="million (query, key) pairs",

@@ -133,6 +133,13 @@ def test_a_slow_server_gets_less_work_and_capacities_are_of_such_plans():
     shares = work.pairs / work.pairs.sum()
     assert shares[1] <= 1.03 / 13 and np.delete(shares, 1).max() <= 4 * 1.03 / 13
     assert usual.pairs.max() <= 1.03 * usual.pairs.mean()
+    for pairs, figure in (
+        (work.pairs, work.figures.max_over_mean),
+        (work.home_pairs, work.figures.max_over_mean_home),
+    ):
+        even_s = pairs.sum() / sum(SPEEDS)  # in which all servers would end together
+        assert figure == pytest.approx(max(pairs / SPEEDS) / even_s)
+    assert work.figures.max_over_mean < 1.03 and usual.figures.max_over_mean_home < 2.5
     assert slow.capacities.query_rows > 1.1 * alike.capacities.query_rows
 
 

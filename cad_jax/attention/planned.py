@@ -15,7 +15,7 @@ from cad_jax.attention import cad, differentiable
 from cad_jax.attention.differentiable import Settings, Way
 from cad_jax.attention.pool import Pool
 from cad_jax.attention.prepared import Prepared, PreparedTicks, StepFigures
-from cad_jax.sharding.cost import exchange_s
+from cad_jax.sharding.cost import exchange_s, max_over_mean
 from cad_jax.sharding.mesh import MESH_AXES
 from cad_jax.sharding.placement import Placement, place, token_order
 from cad_jax.sharding.plan import Plan, home_plan
@@ -171,17 +171,18 @@ class PlannedStrategy:
         # Dense collectives send the capacity whatever the plan needs, a ragged one what it needs.
         sent = needed if self.transport == "ragged" else self.capacities
         wire = wire_bytes(sent, plan.servers, plan.heads, item)
+        home_pairs, pairs = plan.home_loads(), plan.loads()
         figures = StepFigures(
             plan_s=plan_s,
-            max_over_mean_home=plan.max_over_mean_home,
-            max_over_mean=plan.max_over_mean,
+            max_over_mean_home=max_over_mean(home_pairs, self.planning.speeds),
+            max_over_mean=max_over_mean(pairs, self.planning.speeds),
             exchange_bytes_mean=float(bytes_in.mean()),
             exchange_bytes_max=float(max(bytes_in.max(), bytes_out.max())),
             wire_bytes=float(wire.forward + self.pool.head_hop_bytes()),
             capacity_used=self.capacities.used(needed),
             fallback_tasks=plan.fallback_tasks,
         )
-        return Prepared(None, arrays, figures, plan.digest(), plan.home_loads(), plan.loads())
+        return Prepared(None, arrays, figures, plan.digest(), home_pairs, pairs)
 
     def prepare_ticks(self, ticks, lengths, ranks=None) -> PreparedTicks:
         self.pool.check_stages(ticks)

@@ -13,7 +13,8 @@ class StepFigures(NamedTuple):
     """What a prepared microbatch or tick costs. Bytes are of one layer's forward, per rank."""
 
     plan_s: float  # host seconds spent preparing
-    max_over_mean_home: float  # (query, key) pairs of the worst rank over the mean, tokens at home
+    # (query, key) pairs of the worst rank over the mean, tokens at home; by speed where ranks are not alike
+    max_over_mean_home: float
     max_over_mean: float  # the same as this strategy really spreads them
     exchange_bytes_mean: float  # bytes into a rank, mean over ranks
     exchange_bytes_max: float  # the worst rank's bytes in or out

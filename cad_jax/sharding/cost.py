@@ -3,7 +3,7 @@
 Shape letters: S servers, N documents, n tasks, H query heads, D head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -166,9 +166,16 @@ def server_loads(tasks: np.ndarray, servers: int) -> np.ndarray:
     return loads
 
 
-def max_over_mean(loads: np.ndarray) -> float:
-    """Pairs of the most loaded server over the mean; 1.0 where there is no work."""
-    return float(loads.max() * len(loads) / loads.sum()) if loads.sum() else 1.0
+def max_over_mean(loads: np.ndarray, speeds: Sequence[float] | np.ndarray | None = None) -> float:
+    """Pairs of the most loaded server over the mean; 1.0 where there is no work.
+
+    loads: [S]. speeds: [S], relative, where servers are not alike: seconds of the server that ends last, over those
+    in which all would end together. That is the most that a server has of its share by speed.
+    """
+    if not loads.sum():
+        return 1.0
+    shares = np.ones(len(loads)) if speeds is None else np.asarray(speeds, np.float64)
+    return float((loads / shares).max() * shares.sum() / loads.sum())
 
 
 class TravellingRows(NamedTuple):

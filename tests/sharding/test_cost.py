@@ -94,3 +94,11 @@ def test_ragged_is_chosen_where_it_is_a_candidate_and_sends_least():
 def test_max_over_mean_without_work_is_one():
     assert max_over_mean(np.array([3, 1])) == 1.5
     assert max_over_mean(np.array([0, 0])) == 1.0
+    assert max_over_mean(np.array([0, 0]), [1, 2]) == 1.0
+
+
+def test_max_over_mean_by_speed():
+    """Seconds of the last server, 3 / 1, over those in which both would end, (3 + 1) / (1 + 3)."""
+    assert max_over_mean(np.array([3, 1]), [1, 3]) == 3.0
+    assert max_over_mean(np.array([3, 1]), [6, 2]) == 1.0
+    assert max_over_mean(np.array([3, 1]), [2, 2]) == max_over_mean(np.array([3, 1]))
