@@ -28,7 +28,7 @@ from cad_jax.prefetch import Prefetcher
 from cad_jax.processes import first_process, together
 from cad_jax.ragged_check import check_platform, proven_strategies
 from cad_jax.resume import check_resume, rounding_changes
-from cad_jax.run_folder import CHECKPOINTS, check_folder, check_nothing_lost, open_folder
+from cad_jax.run_folder import CHECKPOINTS, begins_anew, check_folder, open_folder
 from cad_jax.run_report import describe, draw_plan, summarise
 from cad_jax.settled import (
     kept_transport,
@@ -103,7 +103,9 @@ def make_strategies(
     attention, schedule = config.attention, config.schedule()
     tolerance, planner = attention.tolerance, attention.load_planner()
     assert tolerance is not None, "`settled_tolerance` goes before"
-    costs = None if attention.profile is None else named_costs(device, attention.profile, None)
+    costs = None
+    if attention.profile is not None:
+        costs = named_costs(device, attention.profile, option="attention.profile")
     nano_tokens = config.training.tokens_per_microbatch // config.nano_batches
 
     def strategy(
@@ -190,7 +192,7 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
         check_platform(config.attention, platform)
     if platform == "gpu":
         check_options(gpu_options({config.attention.asked_transport}))
-    first_process(lambda: check_folder(folder, resume))
+    first_process(lambda: _check_folder(folder, resume, reporter))
     data = together(lambda: open_data(config))
     config = settled_tolerance(config, data, folder, resume, reporter.say)
     strategy, nano_strategy = proven_strategies(
@@ -228,11 +230,9 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
         if restored is not None:
             together(lambda: data.restore(restored.data))
             _say_rounding(reporter, rounding_changes(config, restored.config))
-        elif resume:
-            first_process(lambda: check_nothing_lost(folder))
         first_process(lambda: config.save(folder))
         step = 0 if restored is None else restored.step
-        describe(reporter, config, mesh, data, nano_strategy or strategy, resume, step)
+        describe(reporter, config, mesh, data, nano_strategy or strategy, step)
         feed = StepFeed(
             data,
             strategy,
@@ -273,6 +273,16 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
                     draw_plan(folder, loop)
         reporter.say(outcome.reason)
     return outcome
+
+
+def _check_folder(folder: Path, resume: bool, reporter: Reporter) -> None:
+    """Says so where a run that is to go on begins anew. Raises ValueError for a folder that is not fit."""
+    check_folder(folder, resume)
+    if resume and begins_anew(folder):
+        absent = "" if folder.exists() else " (no such folder yet)"
+        reporter.say(
+            f"there is no checkpoint to resume from in {folder.absolute()}{absent}: a new run starts there"
+        )
 
 
 def _say_rounding(reporter: Reporter, changes: Sequence[str]) -> None:

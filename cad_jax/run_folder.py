@@ -7,6 +7,7 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
+from cad_jax.checkpoint import COMMIT_FILE
 from cad_jax.metrics import METRICS_FILE
 
 CHECKPOINTS = "checkpoints"
@@ -63,15 +64,19 @@ def open_folder(folder: Path, resume: bool) -> IO[str]:
     return lock
 
 
-def check_nothing_lost(folder: Path) -> None:
-    """Refuse to start a run again whose checkpoints were there but cannot be read.
+def begins_anew(folder: Path) -> bool:
+    """Whether a run that is to go on has no complete checkpoint to go on from.
 
     Raises:
         ValueError: the folder holds damaged checkpoints and no whole one.
     """
-    damaged = sorted(entry.name for entry in (folder / CHECKPOINTS).glob("damaged_*"))
+    checkpoints = folder / CHECKPOINTS
+    if any(checkpoints.glob(f"[0-9]*/{COMMIT_FILE}")):
+        return False
+    damaged = sorted(entry.name for entry in checkpoints.glob("damaged_*"))
     if damaged:
         raise ValueError(
-            f"{folder / CHECKPOINTS} has no whole checkpoint to resume from, only "
+            f"{checkpoints} has no whole checkpoint to resume from, only "
             f"{', '.join(damaged)}: put a backup in place, or start anew in another --folder"
         )
+    return True

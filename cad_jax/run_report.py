@@ -20,10 +20,9 @@ def describe(
     mesh: Mesh,
     data: DocumentBatches,
     strategy: Strategy,
-    resume: bool,
     step: int,
 ) -> None:
-    """Configuration, mesh and document statistics, before the first step."""
+    """Configuration, mesh and document statistics, before the first step that follows `step`."""
     model, training, stats = config.model, config.training, data.statistics()
     step_tokens = training.tokens_per_microbatch * training.microbatches
     kind = mesh.devices.flat[0].device_kind
@@ -66,12 +65,8 @@ def describe(
         ),
     ]
     reporter.table("cad_jax train", rows)
-    if resume:
-        reporter.say(
-            f"resuming after step {step}"
-            if step
-            else "there is no checkpoint to resume from: starting at step 0"
-        )
+    if step:
+        reporter.say(f"resuming after step {step}")
 
 
 def _planning(config: RunConfig) -> list[tuple[str, str]]:
@@ -83,7 +78,7 @@ def _planning(config: RunConfig) -> list[tuple[str, str]]:
         said.append(f"documents placed {attention.placement}")
     if attention.server_speeds is not None:
         slow, fast = min(attention.server_speeds), max(attention.server_speeds)
-        said.append(f"speeds of servers {slow:.3g} to {fast:.3g}, which max/mean does not weigh")
+        said.append(f"speeds of servers {slow:.3g} to {fast:.3g}, by which max/mean weighs")
     if attention.node > 1:
         said.append(f"{attention.node} servers a node")
     if attention.profile is not None:
@@ -179,4 +174,5 @@ def draw_plan(folder: Path, loop: Loop) -> None:
     """Work per server of the last step of this process."""
     work = loop.last_work
     if work is not None:
-        plot_plan(folder / "plan.png", loop.step, work.home_pairs, work.server_pairs)
+        speeds = loop.config.attention.server_speeds
+        plot_plan(folder / "plan.png", loop.step, work.home_pairs, work.server_pairs, speeds)

@@ -14,9 +14,8 @@ from cad_jax.data import DocumentBatches
 from cad_jax.processes import from_first_process, together
 from cad_jax.resume import rounding_changes
 from cad_jax.sharding.cost import DEVICES, find_device
-from cad_jax.sharding.cost_model import shipped
 from cad_jax.sharding.speeds import read_speeds
-from cad_jax.simulation.named_costs import profile_file
+from cad_jax.simulation.named_costs import profile_path
 from cad_jax.tolerance import predicted_tolerance, sample_count, with_tolerance
 
 # Of attention, what a transport may be kept without.
@@ -74,7 +73,7 @@ def with_profile_digest(config: RunConfig) -> RunConfig:
 
 
 def _digest(profile: str) -> str:
-    path = profile_file(profile) or shipped(profile)
+    path = profile_path(profile, "attention.profile")
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:

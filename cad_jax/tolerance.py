@@ -103,4 +103,4 @@ def _costs(device: Device, attention: AttentionConfig) -> CostModel:
     name = attention.profile
     if name is None and device.name in ("h100", "h200") and attention.kernel != _FAST_KERNEL:
         name = "h200_fa2"
-    return named_costs(device, name, None)
+    return named_costs(device, name, option="attention.profile")

@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from cad_jax.checkpoint import COMMIT_FILE
 from cad_jax.metrics import FIELDS, MetricsLog, Reporter, read_metrics
 from cad_jax.processes import ProcessConfig, start_devices
-from cad_jax.run_folder import CHECKPOINTS, check_nothing_lost
+from cad_jax.run_folder import CHECKPOINTS, begins_anew
 from cad_jax.sharding.mesh import make_mesh
 from cad_jax.train import Loop, StopRequest
 from tests.tiny_runs import tiny_config
@@ -46,10 +47,14 @@ def test_resume_drops_later_lines_only(tmp_path) -> None:
 
 
 def test_only_damaged_checkpoints_are_not_a_new_start(tmp_path) -> None:
-    check_nothing_lost(tmp_path)
-    (tmp_path / CHECKPOINTS / "damaged_28").mkdir(parents=True)
+    assert begins_anew(tmp_path)
+    (tmp_path / CHECKPOINTS / "30").mkdir(parents=True)
+    assert begins_anew(tmp_path), "a save that was not finished"
+    (tmp_path / CHECKPOINTS / "damaged_28").mkdir()
     with pytest.raises(ValueError, match="damaged_28: put a backup in place, or start anew"):
-        check_nothing_lost(tmp_path)
+        begins_anew(tmp_path)
+    (tmp_path / CHECKPOINTS / "30" / COMMIT_FILE).touch()
+    assert not begins_anew(tmp_path)
 
 
 def test_absent_platform_is_refused(monkeypatch) -> None:

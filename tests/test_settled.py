@@ -91,7 +91,10 @@ def test_a_profile_that_was_measured_again_is_noticed(tmp_path):
     for name in (None, "analytic"):
         other = with_changes(config, attention={"profile": name})
         assert with_profile_digest(other) == other
-    for name, words in (("none.csv", r"profile \(=none.csv\) must be a file"), ("x", "got 'x'")):
+    for name, words in (
+        ("none.csv", r"profile \(=none.csv\) must be a file"),
+        ("x", "^attention.profile must be one of .*got 'x'"),
+    ):
         with pytest.raises(ValueError, match=words):
             with_profile_digest(with_changes(config, attention={"profile": name}))
 

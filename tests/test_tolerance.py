@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cad_jax.config import AttentionConfig, RunConfig
+from cad_jax.launch import make_strategies
 from cad_jax.recipes import llama3_8b_h200
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.cost_model import shipped
@@ -66,6 +67,18 @@ def test_strategies_that_balance_nothing_record_the_usual_one() -> None:
     config = large_run(strategy="home")
     value = predicted_tolerance(config, [], 1, device=DEVICES["h200"], say=pytest.fail)
     assert value == 0.05
+
+
+def test_a_profile_that_does_not_fit_is_named_as_it_was_given() -> None:
+    config = large_run()
+    unfit = replace(config, attention=replace(config.attention, profile="cpu", tolerance=0.05))
+    arguments: dict = dict(device=DEVICES["h200"])
+    for settle in (
+        lambda: predicted_tolerance(unfit, [], 1, say=pytest.fail, **arguments),
+        lambda: make_strategies(unfit, [], 1, kernel="xla", **arguments),
+    ):
+        with pytest.raises(ValueError, match="of cpu, but .* or give attention.profile analytic"):
+            settle()
 
 
 def test_whole_steps_are_simulated() -> None:

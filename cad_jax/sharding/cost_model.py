@@ -301,12 +301,12 @@ def shipped_profiles() -> list[str]:
     return sorted(path.stem for path in PROFILES_DIR.glob("*.csv"))
 
 
-def shipped(name: str) -> Path:
-    """The file of a profile that comes with the package; ValueError lists the names there are."""
+def shipped(name: str, option: str = "profile") -> Path:
+    """The file of a profile that comes with the package. option: that names it. ValueError lists the names there are."""
     names = shipped_profiles()
     if name not in names:
         raise ValueError(
-            f"profile must be one of {', '.join(names)}, got {name!r}: name one, or a file"
+            f"{option} must be one of {', '.join(names)}, got {name!r}: name one, or a file"
         )
     return PROFILES_DIR / f"{name}.csv"
 

@@ -16,24 +16,34 @@ def profile_file(profile: str | None) -> Path | None:
     return file if file.suffix == ".csv" else None
 
 
-def named_costs(device: Device, profile: str | None, between_nodes_gb_s: float | None) -> CostModel:
+def profile_path(profile: str, option: str) -> Path:
+    """The file of a profile: one's own, or one that ships. option: that names it. Raises ValueError where it is neither."""
+    return profile_file(profile) or shipped(profile, option)
+
+
+def named_costs(
+    device: Device,
+    profile: str | None,
+    between_nodes_gb_s: float | None = None,
+    option: str = "--profile",
+) -> CostModel:
     """A cost model as people name it.
 
     profile: a CSV, the name of one that ships, or "analytic"; None: what fits the device.
-    between_nodes_gb_s: instead of the profile's or the device's. Raises ValueError for an unknown or
-    unfit profile.
+    between_nodes_gb_s: instead of the profile's or the device's. option: that gave the profile, as people wrote it.
+    Raises ValueError for an unknown or unfit profile.
     """
     profile = profile or PROFILES.get(device.name, "analytic")
     if profile == "analytic":
         costs = analytic(device)
     else:
         try:
-            costs = from_csv(profile_file(profile) or shipped(profile), device)
+            costs = from_csv(profile_path(profile, option), device)
         except ValueError as error:
             if device.peak_flops is None:
                 raise
             raise ValueError(
-                f"{error}; or give --profile analytic, a fraction of the peak of {device.name}"
+                f"{error}; or give {option} analytic, a fraction of the peak of {device.name}"
             ) from error
     if between_nodes_gb_s is None:
         return costs
