@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,16 +21,20 @@ def check_number(option: str, value: float | None, least: float, most: float, cu
         raise ValueError(f"{option} must be at least {low} and at most {high}, got {value}: {cure}")
 
 
-def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[Path | None] = ()) -> None:
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None] = ()) -> None:
     """Refuses, before the work, files that could not be written after it.
 
-    outputs: by the option that names each; None: not asked for. inputs: files that the command reads.
+    outputs: by the option that names each; None: not asked for. inputs: files that the command or its recipe
+    reads, looked at only where an output is there already.
 
     Raises:
         ValueError: a folder is missing, the file is a folder or may not be written, a plot is no PNG, or one
             file has two purposes.
     """
-    taken = {os.path.realpath(path): "the file that is read" for path in inputs if path is not None}
+    taken: dict[str, str] = {}
+    if any(path is not None and os.path.exists(path) for path in outputs.values()):
+        read = (os.path.realpath(path) for path in inputs if path is not None)
+        taken = dict.fromkeys(read, "the file that is read")
     for option, path in outputs.items():
         if path is None:
             continue

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -221,13 +222,14 @@ def run(
     runs = [with_speeds(with_strategy(config, name)) for name in strategies]
     for run_config in runs:
         run_config.check()
-    named = (config.attention.speeds, config.attention.profile)
-    check_outputs({"--json": json_path}, [lengths, *(Path(file) for file in named if file)])
+    check_outputs({"--json": json_path}, chain([lengths], config.input_files()))
     compile_only_mesh(topology, config.mesh.pp, config.mesh.dp, config.mesh.tp)
     options = gpu_options({config.attention.asked_transport})
     options |= {**WITHOUT_GPU, **(extra_options or {})}
     check_options(options)
     documents = [sample_documents(run_config, lengths) for run_config in runs]
+    if documents[0].repetition is not None:
+        console.print(documents[0].repetition, highlight=False, markup=False)
     several = len(runs) > 1
     rows: list[tuple[Report, int | None]] = []
     for run_config, drawn in zip(runs, documents, strict=True):

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from cad_jax.attention.planned import PlannedStrategy
 from cad_jax.config import RunConfig
 from cad_jax.launch import make_strategies, open_data
-from cad_jax.lengths_report import read_lengths
+from cad_jax.lengths_report import read_lengths, shortage
 from cad_jax.overlap import Prediction, Timeline
 from cad_jax.pipeline.ticks import plan_step
 from cad_jax.sharding.capacities import signal_capacities
@@ -107,11 +107,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Documents:
-    """Document lengths of microbatches to come, int64 arrays [n][N] of their N nano-batches, and the
-    longest document of a nano-batch."""
+    """Document lengths of microbatches to come, int64 arrays [n][N] of their N nano-batches, the longest document
+    of a nano-batch, and what to say where a file has too few of them."""
 
     samples: list[tuple[np.ndarray, ...]]
     max_tokens: int
+    repetition: str | None = None
 
 
 class LoweredStep(NamedTuple):
@@ -157,7 +158,9 @@ def sample_documents(config: RunConfig, lengths: Path | None) -> Documents:
         step, _ = fill([], arrivals, tokens, config.data.window)
         drawn = np.asarray(step.lengths, np.int64)
         samples.append(tuple(np.split(drawn, np.cumsum(step.nano_pieces)[:-1])))
-    return Documents(samples, longest)
+    times = tokens / int(documents.sum())
+    said = f"every document comes {times:.3g} times in each, on average"
+    return Documents(samples, longest, shortage(lengths, documents, tokens, "a microbatch", said))
 
 
 def _check_longest(config: RunConfig, longest: int, source: str) -> None:

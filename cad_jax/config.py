@@ -4,11 +4,13 @@ A recipe (recipes.py) returns a RunConfig; the command line overrides single fie
 keeps it as config.json.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
@@ -23,6 +25,9 @@ from cad_jax.optimizer import OptimizerConfig
 from cad_jax.pipeline.remat import Remat, check_remat
 from cad_jax.pipeline.schedule import Schedule, interleaved
 from cad_jax.sharding.speeds import check_speeds
+from cad_jax.simulation.named_costs import profile_file
+from cad_jax.sources import Source
+from cad_jax.tokenizer import BYTE_TOKENIZER
 
 CONFIG_FILE = "config.json"
 
@@ -203,6 +208,21 @@ class RunConfig:
         if self.mesh.pp == 1:
             return None
         return interleaved(self.mesh.pp, self.training.microbatches, self.mesh.virtual_stages)
+
+    def input_files(self) -> Iterator[Path]:
+        """Files that the run reads: documents, of which those that are there, tokenizer, profile, speeds."""
+        data, attention = self.data, self.attention
+        patterns = [()] if data.source == "stdlib" else [(pattern,) for pattern in data.paths]
+        for paths in patterns:
+            with contextlib.suppress(ValueError):  # it matches nothing
+                yield from Source(data.source, paths).files()
+        if data.tokenizer != BYTE_TOKENIZER:
+            yield Path(data.tokenizer).expanduser()
+        profile = profile_file(attention.profile)
+        if profile is not None:
+            yield profile
+        if attention.speeds is not None:
+            yield Path(attention.speeds)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

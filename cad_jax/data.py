@@ -30,7 +30,7 @@ from cad_jax.sharding.packing import (
 )
 from cad_jax.sources import Source, SourceKind
 from cad_jax.token_store import TokenStore, open_store
-from cad_jax.tokenizer import open_tokenizer
+from cad_jax.tokenizer import BYTE_TOKENIZER, open_tokenizer
 
 _STATE_FORMAT = 1
 _DEFAULT_IDENTITY = {"nano_batches": 1}  # not written: states were the same before it was a choice
@@ -51,7 +51,7 @@ class DataConfig:
     """Globs of the files of text and jsonl, such as 'folder/**/*.txt'."""
     jsonl_field: str = "text"
     """The field of a JSON line that holds the document's text."""
-    tokenizer: str = "byte"
+    tokenizer: str = BYTE_TOKENIZER
     """byte (264 ids: 256 bytes, 256 ends a document, 7 unused), or a path to a tokenizer.json."""
     end_of_document: str | None = None
     """The token of a tokenizer.json that closes each document; None closes them with nothing."""

@@ -83,7 +83,7 @@ def run(args: LengthsArgs, console: Console | None = None) -> np.ndarray:
     """
     console = console or Console()
     out = args.lengths.out
-    check_outputs({"--out": out}, source_of(args.config).files() if out and out.exists() else ())
+    check_outputs({"--out": out}, args.config.input_files())
     lengths = recipe_lengths(args.config, pieces=args.lengths.pieces)
     what = "pieces" if args.lengths.pieces else "documents"
     title = f"{what} of {args.config.name} in tokens of {args.config.data.tokenizer}"

@@ -83,6 +83,19 @@ def read_lengths(path: str | Path) -> np.ndarray:
     return np.array(lengths, np.int64)
 
 
+def shortage(
+    path: str | Path, lengths: np.ndarray, tokens: int, of: str, consequence: str
+) -> str | None:
+    """What a command says of a file of lengths with fewer tokens than it works on; None where there are as many.
+
+    tokens, of: how many that is, and of what. consequence: where the others come from.
+    """
+    held = int(lengths.sum())
+    if held >= tokens:
+        return None
+    return f"{path} holds {held:,} tokens of documents, fewer than the {tokens:,} of {of}: {consequence}"
+
+
 def _length(text: str, where: str) -> int:
     whole = text.isascii() and text.isdigit() and len(text) < 20
     if not whole or int(text) > MAX_DOCUMENT_TOKENS:

@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+BYTE_TOKENIZER = "byte"  # its name; any other is a path
+
 
 class Tokenizer(Protocol):
     """`vocab_size`: every id is below it. `end_of_document_id`: closes each document that has text,
@@ -85,7 +87,7 @@ class FileTokenizer:
 
 def open_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
     """ "byte" or the path of a tokenizer.json. Raises ValueError where that cannot be used."""
-    if name != "byte":
+    if name != BYTE_TOKENIZER:
         return FileTokenizer(name, end_of_document)
     if end_of_document is not None:
         raise ValueError(

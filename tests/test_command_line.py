@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cad_jax import plan_command, profile_command, simulate_report
+from cad_jax import plan_command, profile_command, server_speeds, simulate_report, topologies
 from cad_jax.__main__ import main
 from cad_jax.command_line import check_number, check_outputs, run_command, writing
+from cad_jax.config import RunConfig
+from tests.tiny_runs import tiny_config, with_changes
 
 
 @pytest.mark.parametrize("name", ["new.txt", "old.txt"])
@@ -170,3 +172,59 @@ def test_every_command_refuses_a_folder_before_its_work(
     error = capsys.readouterr().err
     assert "folder.png cannot be written (Is a directory): name another file" in error
     assert error.startswith(f"cad-jax {arguments[0]}: ") and error.count("\n") == 1
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> RunConfig:
+    """A run that reads four files of one's own."""
+    for name in ("a.txt", "b.txt", "tokenizer.json", "p.csv", "speeds.txt"):
+        (tmp_path / name).write_text("kept")
+    return with_changes(
+        tiny_config(tmp_path, str(tmp_path / "?.txt")),
+        data={"tokenizer": str(tmp_path / "tokenizer.json")},
+        attention={"profile": str(tmp_path / "p.csv"), "speeds": str(tmp_path / "speeds.txt")},
+    )
+
+
+def test_a_recipe_names_its_files(inputs: RunConfig, tmp_path: Path) -> None:
+    names = [path.relative_to(tmp_path).name for path in inputs.input_files()]
+    assert names == ["a.txt", "b.txt", "tokenizer.json", "p.csv", "speeds.txt"]
+    partly = with_changes(inputs, data={"paths": (str(tmp_path / "no*"), str(tmp_path / "b.txt"))})
+    assert next(partly.input_files()) == tmp_path / "b.txt"
+    plain = with_changes(
+        inputs, data={"source": "stdlib", "paths": (), "tokenizer": "byte"},
+        attention={"profile": "cpu", "speeds": None},
+    )  # fmt: skip
+    assert Path(os.__file__).resolve() in [path.resolve() for path in plain.input_files()]
+    assert all(path.suffix == ".py" for path in plain.input_files())
+
+
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [
+        (["compile", "--topology", "h200:1x8", "--json"], ["a.txt", "tokenizer.json", "p.csv", "speeds.txt"]),
+        (["lengths", "--out"], ["a.txt", "tokenizer.json"]),
+        (["speeds", "--out"], ["a.txt", "tokenizer.json", "p.csv"]),
+    ],
+    ids=lambda a: a[0],
+)  # fmt: skip
+def test_what_a_recipe_reads_is_not_written(
+    command, kept, inputs: RunConfig, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "speeds.txt").write_text("1\n" * 4)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    # The work that would follow.
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(server_speeds, "measure", None)
+    options = [
+        "--data.paths", str(tmp_path / "?.txt"), "--data.tokenizer", inputs.data.tokenizer,
+        "--attention.profile", str(inputs.attention.profile),
+        "--attention.speeds", str(inputs.attention.speeds),
+    ]  # fmt: skip
+    for name in kept:
+        out = str(tmp_path / name)
+        arguments = [command[0], "text_folder", *options, *command[1:], out]
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert f"{out}) must name a file of its own, and is the file that is read" in error, error
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before

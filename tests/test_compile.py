@@ -226,6 +226,15 @@ def test_documents_are_reshuffled_for_every_plan(documents) -> None:
     assert str(sampled) == str(again)
 
 
+def test_documents_that_repeat_within_a_microbatch_are_said_to(documents, tmp_path) -> None:
+    assert sample_documents(TINY, documents).repetition is None
+    path = tmp_path / "few.txt"
+    path.write_text("1000\n24\n")
+    said = sample_documents(TINY, path).repetition
+    assert said is not None and said.startswith(f"{path} holds 1,024 tokens")
+    assert "the 4,096 of a microbatch: every document comes 4 times in each" in said
+
+
 def test_nano_batches_are_halves(documents) -> None:
     training = TrainingConfig(tokens_per_microbatch=8192, overlap="pingpong")
     sampled = sample_documents(dataclasses.replace(TINY, training=training), documents)
@@ -272,10 +281,6 @@ def test_largest_tokens() -> None:
         (["--topology", "v100:2x8"], "must be one of h100, h200, b200, got 'v100'"),
         (["--topology", "h200:2x8"], "dp 4 x tp 2 are 8, h200:2x8 has 16; .*h200:1x8"),
         (["--topology", "h200:1x8", "--json", "/no/such/folder/x"], "make the folder"),
-        (
-            ["--topology", "h200:1x8", "--attention.profile", "no.csv", "--json", "no.csv"],
-            "is the file that is read as well",
-        ),
         (["--topology", "h200:1x8", "--attention", "cad,best"], "with commas between, got 'best'"),
         (["--topology", "h200:1x8", "--attention", "cad,cad"], "each strategy once, got cad,cad"),
         (["--topology", "h200:1x8", "--xla", "fast"], "NAME=VALUE.*got 'fast'"),
