@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cad_jax.command_line import check_number, check_outputs, writing
-from cad_jax.lengths_report import length_statistics, read_lengths, statistics_table
+from cad_jax.lengths_report import length_statistics, read_lengths, shortage, statistics_table
 from cad_jax.pool_limits import MAX_MICROBATCHES, MAX_POOL_TOKENS, check_memory
 from cad_jax.sharding.clusters import USABLE_MEMORY, Topology, parse_topology
 from cad_jax.sharding.cost import model_shape
@@ -34,6 +34,7 @@ MICROBATCHES, LARGE_MICROBATCHES = (
 LARGE_POOL_RANKS = 32
 MAX_STEPS = 10_000
 STRATEGIES: tuple[Strategy, ...] = ("cad", "home", "all_gather", "ring", "wlb")
+RECIPES = {"llama3-8b": "llama3_8b_h200"}  # by the model of their sizes
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Advice:
     verdict: Verdict
     largest_context: dict[Strategy, int]
     undivided_steps: int  # with a document longer than half a microbatch
+    drawn_tokens: int  # of the documents of all steps
 
 
 def costs_of(args: AdviseArgs, topology: Topology) -> CostModel:
@@ -155,14 +157,14 @@ def advise(args: AdviseArgs, lengths: np.ndarray) -> Advice:
     worth = MICROBATCHES if setting.ranks < LARGE_POOL_RANKS else LARGE_MICROBATCHES
     count = args.steps or -(-worth // args.step_microbatches)
     steps = draw_steps(lengths, count, args.step_microbatches, microbatch_tokens, args.seed)
-    most = max(len(nano) for step in steps for microbatch in step for nano in microbatch)
-    check_memory(setting.ranks, args.pp * most)
+    drawn = [nano for step in steps for microbatch in step for nano in microbatch]
+    check_memory(setting.ranks, args.pp * max(map(len, drawn)))
     trials = Trials(setting, steps, 2 * args.tokens_per_rank, int(lengths.max()))
     comparison = compare(trials, topology.usable_bytes)
     return Advice(
         topology, setting, len(steps), comparison, verdict(trials, comparison, args.margin),
         {s: trials.largest_context(s, topology.usable_bytes) for s in STRATEGIES},
-        sum(len(step[0]) == 1 for step in steps),
+        sum(len(step[0]) == 1 for step in steps), sum(int(nano.sum()) for nano in drawn),
     )  # fmt: skip
 
 
@@ -240,14 +242,31 @@ def context_text(advice: Advice) -> str:
     )
 
 
-def train_flags(advice: Advice, tokens_per_rank: int) -> str:
-    """The best of what cad_jax has as arguments of `cad-jax train`."""
+def repetition_text(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> str | None:
+    """How often documents come where the steps need more than there are; None where they do not."""
+    microbatches, drawn = advice.steps * args.step_microbatches, advice.drawn_tokens
+    held = int(lengths.sum())
+    return shortage(
+        args.lengths, lengths, drawn, f"{microbatches} simulated microbatches",
+        f"they make up {held / drawn * microbatches:.3g} of them, and every document comes {drawn / held:.3g} "
+        "times on average, in other orders; give more for steps that are not alike",
+    )  # fmt: skip
+
+
+def advised(advice: Advice) -> Outcome:
+    """The best of what cad_jax has, whether it fits or not."""
     judged = advice.verdict
-    outcome = judged.best if judged.use_cad or "packing" in judged.reasons else judged.alternative
-    candidate, setting = outcome.candidate, advice.setting
+    return judged.best if judged.use_cad or "packing" in judged.reasons else judged.alternative
+
+
+def train_flags(advice: Advice, args: AdviseArgs) -> str:
+    """The best of what cad_jax has as arguments of `cad-jax train`."""
+    candidate, setting = advised(advice).candidate, advice.setting
     flags = [
         f"--mesh.pp {setting.pp} --mesh.dp {setting.dp} --mesh.tp {setting.tp}",
-        f"--training.tokens-per-microbatch {2 * setting.dp * tokens_per_rank}",
+        *([f"--mesh.tp-splits {args.tp_splits}"] if setting.tp > 1 else []),
+        *([f"--training.microbatches {args.step_microbatches}"] if setting.pp > 1 else []),
+        f"--training.tokens-per-microbatch {2 * setting.dp * args.tokens_per_rank}",
         f"--attention {candidate.strategy} --overlap {candidate.overlap}",
     ]
     if candidate.transport is not None:
@@ -257,6 +276,17 @@ def train_flags(advice: Advice, tokens_per_rank: int) -> str:
     if candidate.key_ranges > 1:
         flags.append(f"--attention.key-ranges {candidate.key_ranges}")
     return " ".join(flags)
+
+
+def train_text(advice: Advice, args: AdviseArgs) -> str:
+    """The same as a command, where a recipe has the model's sizes."""
+    flags, recipe = train_flags(advice, args), RECIPES.get(args.model)
+    if recipe is None:
+        return f"arguments for cad-jax train RECIPE, where the recipe has the sizes of {args.model}:\n{flags}"
+    return (
+        "to train so, on JSON lines and with the model's tokenizer, named as yours are:\n"
+        f"cad-jax train {recipe} --data.paths 'data/*.jsonl' --data.tokenizer tokenizer.json {flags}"
+    )
 
 
 def figures(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> dict[str, Any]:
@@ -281,6 +311,7 @@ def figures(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> dict[str, 
         "microbatches": args.step_microbatches,
         "steps": advice.steps,
         "undivided_steps": advice.undivided_steps,
+        "passes_over_lengths": advice.drawn_tokens / int(lengths.sum()),
         "usable_bytes": comparison.usable_bytes,
         "outcomes": [plain(o) for o in comparison.cad + comparison.others],
         "free_exchanges": plain(comparison.free),
@@ -295,7 +326,8 @@ def figures(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> dict[str, 
             "packing": plain(judged.packing),
             "packing_gain": judged.packing_gain,
             "needed_between_nodes_bytes_s": judged.needed_bytes_s,
-            "train_flags": train_flags(advice, args.tokens_per_rank),
+            "train_recipe": RECIPES.get(args.model),
+            "train_flags": train_flags(advice, args),
             "text": judged.text,
         },
     }
@@ -312,6 +344,8 @@ def run(args: AdviseArgs, console: Console | None = None) -> Advice:
     with console.status("simulating steps under every strategy"):
         advice = advise(args, lengths)
     console.print(statistics_table(length_statistics(lengths), f"documents of {args.lengths}"))
+    if repeated := repetition_text(advice, args, lengths):
+        console.print(repeated, highlight=False, markup=False)
     console.print(table(advice, advice.setting.costs.label))
     if advice.undivided_steps:
         console.print(
@@ -320,8 +354,8 @@ def run(args: AdviseArgs, console: Console | None = None) -> Advice:
         )
     console.print(context_text(advice), highlight=False)
     console.print(advice.verdict.text, highlight=False)
-    flags = train_flags(advice, args.tokens_per_rank)
-    console.print(f"as arguments of cad-jax train: {flags}", highlight=False, soft_wrap=True)
+    if advised(advice).memory_bytes <= advice.topology.usable_bytes:
+        console.print(train_text(advice, args), highlight=False, soft_wrap=True)
     if args.json is not None:
         with writing(args.json) as path:
             path.write_text(json.dumps(figures(advice, args, lengths), indent=1))

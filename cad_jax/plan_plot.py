@@ -95,9 +95,7 @@ def _draw_longest(axes: Axes, plan: Plan) -> None:
     longest = int(plan.lengths.argmax()) if len(plan.lengths) else 0
     tokens = int(plan.lengths[longest]) if len(plan.lengths) else 0
     tasks = plan.tasks[plan.tasks[:, DOCUMENT] == longest]
-    rows = np.r_[tasks[:, HOME], tasks[:, SERVER]]
-    first, last = (rows.min(), rows.max()) if len(rows) else (0, plan.servers - 1)
-    height = max(0.45, (last - first) / MAX_CELLS)
+    height = max(0.45, plan.servers / MAX_CELLS)
     for name, color, top in ((HOME, HOME_COLOR, 0.0), (SERVER, PLANNED_COLOR, -height)):
         for row in np.unique(tasks[:, name]).tolist():
             of_row = tasks[tasks[:, name] == row]
@@ -110,7 +108,7 @@ def _draw_longest(axes: Axes, plan: Plan) -> None:
         fontsize=10,
     )
     axes.set_xlim(0, max(tokens, 1))
-    axes.set_ylim(last + height + 0.2, first - height - 0.2)
+    axes.set_ylim(plan.servers - 1 + height + 0.2, -height - 0.2)
     axes.set_xlabel("query, tokens from the document's start")
     axes.set_ylabel("rank")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

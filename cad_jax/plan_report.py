@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cad_jax import schedule_report
 from cad_jax.command_line import writing
-from cad_jax.lengths_report import read_lengths
+from cad_jax.lengths_report import read_lengths, shortage
 from cad_jax.plan_args import PlanArgs
 from cad_jax.plan_plot import plot
 from cad_jax.pool_limits import check_memory
@@ -81,11 +81,10 @@ class Judge(NamedTuple):
     def figures(self, plan: Plan) -> dict[str, Any]:
         """Before and after planning, as plain values."""
         result: dict[str, Any] = {}
-        shares = self.shares(plan)
-        if self.speeds is not None and shares is not None:
+        if self.speeds is not None:
             result["speeds"] = self.speeds.tolist()
             for name, loads in (("", plan.loads()), ("_home", plan.home_loads())):
-                result[f"max_over_share{name}"] = float((loads / np.maximum(shares, 1)).max())
+                result[f"max_over_share{name}"] = max_over_mean(loads, self.speeds)
         if self.costs is not None:
             home = home_tasks(plan.lengths, plan.tokens_per_server, plan.starts)
             result["kernel_times"] = self.costs.label
@@ -161,6 +160,21 @@ def table(plan: Plan, figures: dict, model: str) -> Table:
     return result
 
 
+def paddings(args: PlanArgs, lengths: np.ndarray) -> list[str]:
+    """Of the plan and of the step, what to say where the documents do not fill it."""
+    servers, tokens = args.servers, args.tokens_per_server
+    of = {f"{servers} servers x {tokens:,}": servers * tokens}
+    if args.pp > 1:
+        step = (
+            f"a step of {args.microbatches} microbatches of {servers // args.pp} ranks x {tokens:,}"
+        )
+        of[step] = args.microbatches * (servers // args.pp) * tokens
+    said = (
+        shortage(args.lengths, lengths, n, what, "the rest is padding") for what, n in of.items()
+    )
+    return [line for line in said if line is not None]
+
+
 def run(args: PlanArgs, console: Console | None = None) -> Plan:
     """Plans, prints the table, writes JSON and plot where asked; returns the plan.
 
@@ -170,7 +184,7 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     shape = model_shape(args.model)
     args.check()
     judge = Judge(
-        None if args.profile is None else named_costs(DEVICES[args.device], args.profile, None),
+        None if args.profile is None else named_costs(DEVICES[args.device], args.profile),
         speeds_of(args),
     )
     everything = read_lengths(args.lengths)
@@ -222,6 +236,8 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     plan = runs[0][0]
     figures = report(plan, [plan_s for _, plan_s in runs], judge)
     console.print(table(plan, figures, args.model))
+    for padded in paddings(args, everything):
+        console.print(padded, highlight=False, markup=False)
     if prediction is not None:
         console.print(schedule_report.table(prediction, args.model))
         figures["step"] = schedule_report.figures(prediction)

@@ -3,7 +3,9 @@
 import io
 import json
 import re
+import shlex
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ import pytest
 from rich.console import Console
 
 from cad_jax.advise_command import main
-from cad_jax.advise_report import Advice, AdviseArgs, run
+from cad_jax.advise_report import RECIPES, Advice, AdviseArgs, run, train_text
+from cad_jax.config import MeshConfig
+from cad_jax.sharding.cost import model_shape
 from cad_jax.simulation.advice import TOLERANCES
 from cad_jax.simulation.candidates import Candidate, Outcome, draw_steps, fastest
+from cad_jax.train_command import parse
 
 ONE_LONG = [65_536, *[256] * 800]
 
@@ -40,6 +45,7 @@ def test_one_long_document_among_short_ones_is_for_cad(one_long) -> None:
     judged = advice.verdict
     assert judged.use_cad and not judged.reasons and judged.gain > 0.1
     assert "Use CAD: " in printed and "simulated" in printed and "derived" in printed
+    assert "fewer than" not in printed and "times on average" not in printed
     assert "--attention cad --overlap pingpong" in printed
     own = [o for o in advice.comparison.others if o.candidate.strategy != "wlb"]
     assert judged.alternative.step_s == min(o.step_s for o in own)
@@ -84,6 +90,7 @@ def test_one_rank_has_nobody_to_share_with(tmp_path: Path) -> None:
 def test_what_does_not_fit_does_not_count(tmp_path: Path) -> None:
     advice, printed = advice_for(tmp_path, ONE_LONG, model="llama3-405b", topology="h100:2x8")
     assert advice.verdict.reasons == ("memory",) and "nothing that cad_jax has fits" in printed
+    assert "cad-jax train" not in printed
     assert advice.largest_context["cad"] == 0
 
 
@@ -96,8 +103,15 @@ def test_the_margin_decides(tmp_path: Path, one_long) -> None:
 
 def test_json_holds_everything_and_repeats(tmp_path: Path) -> None:
     path = tmp_path / "advice.json"
-    advice, _ = advice_for(tmp_path, ONE_LONG, json=path, steps=2)
+    advice, printed = advice_for(tmp_path, ONE_LONG, json=path, steps=2)
     saved = json.loads(path.read_text())
+    passes = 2 * 2 * 8 * 16_384 / sum(ONE_LONG)  # two microbatches, almost full
+    assert 0.98 * passes < saved["passes_over_lengths"] <= passes
+    said = re.search(r"holds 270,336 tokens .* of 2 simulated microbatches: .* ([\d.]+) of them, and every document "
+                     r"comes ([\d.]+) times", " ".join(printed.split()))  # fmt: skip
+    assert said is not None
+    assert float(said[1]) == pytest.approx(2 / passes, rel=0.02)
+    assert float(said[2]) == pytest.approx(passes, rel=0.02)
     assert (saved["label"], saved["kernel_times"], saved["memory_label"]) == (
         "simulated", "derived", "derived",
     )  # fmt: skip
@@ -140,6 +154,29 @@ def test_the_largest_context_fits_and_the_next_does_not(tmp_path: Path) -> None:
 def test_pipelines(tmp_path: Path) -> None:
     advice, printed = advice_for(tmp_path, ONE_LONG, pp=2, microbatches=2, topology="h200:4x8")
     assert "bub-" in printed and advice.verdict.best.bubble > 0
+    assert "--training.microbatches 2" in printed
+
+
+@pytest.mark.parametrize("tp_splits", ["weights", "tokens"])
+def test_the_printed_command_is_a_run_as_advised(one_long, tp_splits) -> None:
+    """As the command line of training reads it; every recipe named has its model's sizes."""
+    advice, printed = one_long
+    args = AdviseArgs(Path("l"), "h200:8x8", tokens_per_rank=16_384, tp_splits=tp_splits)
+    for model, recipe in RECIPES.items():
+        text = train_text(advice, replace(args, model=model))
+        config = parse(shlex.split(text.split("cad-jax train ")[1])).config
+        config.check()
+        sizes = {n: v for n, v in asdict(model_shape(model)).items() if hasattr(config.model, n)}
+        assert len(sizes) == 7 and sizes.items() <= asdict(config.model).items()
+        assert config.name == recipe and config.data.paths and config.data.tokenizer != "byte"
+        assert config.mesh == MeshConfig(1, 8, 8, tp_splits=tp_splits, platform="cuda")
+        assert config.training.tokens_per_microbatch == 2 * 8 * 16_384
+        best, attention = advice.verdict.best.candidate, config.attention
+        assert (attention.strategy, config.training.overlap) == (best.strategy, best.overlap)
+        assert (attention.transport, attention.tolerance) == (best.transport, best.tolerance)
+    assert (
+        "cad-jax train RECIPE, where the recipe has the sizes of llama3-1b:\n--mesh.pp" in printed
+    )
 
 
 def test_drawn_steps_hold_long_documents_as_often_as_the_data() -> None:

@@ -14,11 +14,12 @@ from rich.console import Console
 from cad_jax import metrics, plan_plot, pool_limits, schedule_report
 from cad_jax.lengths_report import read_lengths
 from cad_jax.plan_args import PlanArgs
-from cad_jax.plan_report import first_tokens, run
+from cad_jax.plan_report import first_tokens, paddings, run
 from cad_jax.pool_limits import available_bytes, planning_bytes
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.cost_model import from_csv, shipped
 from cad_jax.sharding.plan import Plan
+from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.tasks import HeadShape, home_tasks
 
 FIELDS = {
@@ -56,6 +57,7 @@ def test_reports_a_plan(tmp_path):
     assert figures["bytes_out_max"] == bytes_out.max()
     assert set(figures["wire_bytes"]) == {"direct", "relay", "ragged"}
     text = console.export_text()
+    assert "fewer than" not in text
     assert "max / mean pairs" in text and f"{plan.max_over_mean:.3f}" in text
 
 
@@ -155,6 +157,33 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "plan.json").exists()
 
 
+def test_padding_is_said(tmp_path):
+    lengths = write(tmp_path / "lengths.txt", "900\n17\n")
+    text = StringIO()
+    run(PlanArgs(lengths, servers=4, tokens_per_server=512), Console(file=text, width=300))
+    assert (
+        f"{lengths} holds 917 tokens of documents, fewer than the 2,048 of 4 servers x 512: the rest is padding\n"
+        in text.getvalue()
+    )
+    step = PlanArgs(lengths, servers=4, tokens_per_server=128, pp=2, microbatches=5)
+    (said,) = paddings(step, np.array([900, 17]))
+    assert "the 1,280 of a step of 5 microbatches of 2 ranks x 128: the rest is padding" in said
+
+
+def test_the_longest_documents_axis_has_all_ranks(tmp_path, monkeypatch):
+    """Of even documents nothing moves: the longest is on the first rank alone."""
+    drawn = []
+    monkeypatch.setattr(plan_plot.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plan = plan_documents(
+        np.array([512, *[500] * 7]), servers=8, tokens_per_server=512, num_q_heads=2,
+        num_kv_heads=1, head_dim=64, tolerance=0.5,
+    )  # fmt: skip
+    assert plan.tasks[plan.tasks[:, 0] == 0][:, -2:].max() < 2
+    plan_plot.plot(plan, tmp_path / "plan.png")
+    (axes,) = (axes for axes in drawn[0].axes if "longest document" in axes.get_title())
+    assert min(axes.get_ylim()) < 0 and max(axes.get_ylim()) > 7
+
+
 def test_more_servers_than_memory_holds_are_refused(tmp_path, monkeypatch):
     lengths = write(tmp_path / "lengths.txt", "100\n200\n")
     args = PlanArgs(lengths, servers=100, tokens_per_server=64)
@@ -214,7 +243,10 @@ def test_legends_lie_beside_all_bars(tmp_path, monkeypatch):
     plot_path = tmp_path / "plan.png"
     plan = run(PlanArgs(lengths, 8, 512, plot=plot_path), Console(quiet=True))
     pairs = np.arange(1, 9)
-    metrics.plot_plan(tmp_path / "plan_2.png", 3, pairs[::-1], np.full(8, pairs.mean()))
+    metrics.plot_plan(tmp_path / "plan_2.png", 3, pairs[::-1], pairs, speeds=pairs.tolist())
+    assert [text.get_text() for text in figures[1].legends[0].get_texts()] == [
+        "at home: max/mean 8.000", "planned: max/mean 1.000",
+    ]  # fmt: skip
     assert len(figures) == 2
     for figure in figures:
         legend, bars = legend_and_bars(figure)
