@@ -154,8 +154,6 @@ def test_devices_have_a_profile_of_their_own() -> None:
          "--strategies must name each once"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--causes", "copies", "copies"],
          "causes must be named once each, got copies copies"),
-        (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--profile", "a.csv",
-          "--json", "a.csv"], "a file of its own, and is the file that is read as well"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--headroom", "0.5"],
          "--headroom must be at least 1"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--device", "b200",
@@ -189,6 +187,16 @@ def test_bad_arguments_end_in_2_with_a_cure(arguments, message, capsys) -> None:
     error = capsys.readouterr().err
     assert error.startswith("cad-jax simulate: ") and error.count("\n") == 1, error
     assert message in error
+
+
+def test_a_profile_that_is_read_is_not_written(tmp_path, capsys) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("kept")
+    for option in ("--json", "--trace"):
+        sizes = ["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed"]
+        assert main([*sizes, "--profile", str(file), option, str(file)]) == 2
+        assert "a file of its own, and is the file that is read as well" in capsys.readouterr().err
+    assert file.read_text() == "kept"
 
 
 def test_an_odd_number_of_tokens_leaves_out_the_published_planner_alone() -> None:
