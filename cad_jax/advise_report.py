@@ -245,11 +245,10 @@ def context_text(advice: Advice) -> str:
 def repetition_text(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> str | None:
     """How often documents come where the steps need more than there are; None where they do not."""
     microbatches, drawn = advice.steps * args.step_microbatches, advice.drawn_tokens
-    held = int(lengths.sum())
     return shortage(
         args.lengths, lengths, drawn, f"{microbatches} simulated microbatches",
-        f"they make up {held / drawn * microbatches:.3g} of them, and every document comes {drawn / held:.3g} "
-        "times on average, in other orders; give more for steps that are not alike",
+        f"every document comes {drawn / int(lengths.sum()):.2f} times on average, in other orders; with more "
+        "documents steps would differ more",
     )  # fmt: skip
 
 
@@ -265,8 +264,8 @@ def train_flags(advice: Advice, args: AdviseArgs) -> str:
     flags = [
         f"--mesh.pp {setting.pp} --mesh.dp {setting.dp} --mesh.tp {setting.tp}",
         *([f"--mesh.tp-splits {args.tp_splits}"] if setting.tp > 1 else []),
-        *([f"--training.microbatches {args.step_microbatches}"] if setting.pp > 1 else []),
         f"--training.tokens-per-microbatch {2 * setting.dp * args.tokens_per_rank}",
+        f"--training.microbatches {args.step_microbatches}",
         f"--attention {candidate.strategy} --overlap {candidate.overlap}",
     ]
     if candidate.transport is not None:
@@ -283,20 +282,27 @@ def train_text(advice: Advice, args: AdviseArgs) -> str:
     flags, recipe = train_flags(advice, args), RECIPES.get(args.model)
     if recipe is None:
         return f"arguments for cad-jax train RECIPE, where the recipe has the sizes of {args.model}:\n{flags}"
+    nodes, each, processes = advice.topology.nodes, "", ""
+    if nodes > 1:
+        each = f" on each of the {nodes} nodes, I from 0 to {nodes - 1},"
+        processes = f" --processes {nodes} --coordinator HOST:PORT --process-id I"
     return (
-        "to train so, on JSON lines and with the model's tokenizer, named as yours are:\n"
-        f"cad-jax train {recipe} --data.paths 'data/*.jsonl' --data.tokenizer tokenizer.json {flags}"
+        f"to train so,{each} with your JSON lines for data/*.jsonl and the model's tokenizer for tokenizer.json:\n"
+        f"cad-jax train {recipe} --data.paths 'data/*.jsonl' --data.tokenizer tokenizer.json {flags}{processes}"
     )
 
 
 def figures(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> dict[str, Any]:
     """Everything as plain values."""
 
+    def fits(outcome: Outcome) -> bool:
+        return outcome.memory_bytes <= advice.topology.usable_bytes
+
     def plain(outcome: Outcome | None) -> dict[str, Any] | None:
         if outcome is None:
             return None
-        fits = outcome.memory_bytes <= advice.topology.usable_bytes
-        return outcome._asdict() | outcome.candidate._asdict() | {"candidate": None, "fits": fits}
+        named = {"candidate": None, "fits": fits(outcome)}
+        return outcome._asdict() | outcome.candidate._asdict() | named
 
     comparison, judged, costs = advice.comparison, advice.verdict, advice.setting.costs
     return {
@@ -327,7 +333,7 @@ def figures(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> dict[str, 
             "packing_gain": judged.packing_gain,
             "needed_between_nodes_bytes_s": judged.needed_bytes_s,
             "train_recipe": RECIPES.get(args.model),
-            "train_flags": train_flags(advice, args),
+            "train_flags": train_flags(advice, args) if fits(advised(advice)) else None,
             "text": judged.text,
         },
     }

@@ -137,6 +137,16 @@ def _all_processes(ok: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.asarray(ok))))
 
 
+def complete_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint in a folder of checkpoints, ascending; none where there is no folder."""
+    return [step for step in _numbered(folder) if (folder / str(step) / COMMIT_FILE).exists()]
+
+
+def _numbered(folder: Path) -> list[int]:
+    # Others are saves that a kill cut short, which hold a commit file for a moment, and what people put there.
+    return sorted(int(entry.name) for entry in folder.glob("*") if entry.name.isdigit())
+
+
 class Checkpointer:
     """Saves and restores one run's training state under `folder` (created if missing).
 
@@ -154,8 +164,9 @@ class Checkpointer:
             self.folder.mkdir(parents=True, exist_ok=True)
             for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(unfinished)  # of a save that a kill cut short: never read again
-            for step in self._numbered():
-                if not (self.folder / str(step) / COMMIT_FILE).exists():
+            complete = complete_steps(self.folder)
+            for step in _numbered(self.folder):
+                if step not in complete:
                     self._put_aside(step, "incomplete")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("checkpoint_folder")
@@ -165,9 +176,6 @@ class Checkpointer:
                 max_to_keep=config.keep, enable_async_checkpointing=True
             ),
         )
-
-    def _numbered(self) -> list[int]:
-        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdigit())
 
     def _put_aside(self, step: int, why: str) -> None:
         """Rename a step's folder so that neither this code nor Orbax takes it for a checkpoint."""
@@ -181,7 +189,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        return [s for s in self._numbered() if (self.folder / str(s) / COMMIT_FILE).exists()]
+        return complete_steps(self.folder)
 
     def _checksums_of(self, state: Any) -> np.ndarray:
         leaves = jax.tree.leaves(state)

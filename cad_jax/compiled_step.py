@@ -159,7 +159,7 @@ def sample_documents(config: RunConfig, lengths: Path | None) -> Documents:
         drawn = np.asarray(step.lengths, np.int64)
         samples.append(tuple(np.split(drawn, np.cumsum(step.nano_pieces)[:-1])))
     times = tokens / int(documents.sum())
-    said = f"every document comes {times:.3g} times in each, on average"
+    said = f"every document comes {times:.2f} times in each, on average"
     return Documents(samples, longest, shortage(lengths, documents, tokens, "a microbatch", said))
 
 

@@ -210,7 +210,7 @@ class RunConfig:
         return interleaved(self.mesh.pp, self.training.microbatches, self.mesh.virtual_stages)
 
     def input_files(self) -> Iterator[Path]:
-        """Files that the run reads: documents, of which those that are there, tokenizer, profile, speeds."""
+        """Files that the run reads: documents that are there now, tokenizer, profile, speeds."""
         data, attention = self.data, self.attention
         patterns = [()] if data.source == "stdlib" else [(pattern,) for pattern in data.paths]
         for paths in patterns:

@@ -281,7 +281,7 @@ def _check_folder(folder: Path, resume: bool, reporter: Reporter) -> None:
     if resume and begins_anew(folder):
         absent = "" if folder.exists() else " (no such folder yet)"
         reporter.say(
-            f"there is no checkpoint to resume from in {folder.absolute()}{absent}: a new run starts there"
+            f"there is no checkpoint to resume from in {folder.absolute()}{absent}: the run begins at step 0"
         )
 
 

@@ -7,7 +7,7 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
-from cad_jax.checkpoint import COMMIT_FILE
+from cad_jax.checkpoint import complete_steps
 from cad_jax.metrics import METRICS_FILE
 
 CHECKPOINTS = "checkpoints"
@@ -71,7 +71,7 @@ def begins_anew(folder: Path) -> bool:
         ValueError: the folder holds damaged checkpoints and no whole one.
     """
     checkpoints = folder / CHECKPOINTS
-    if any(checkpoints.glob(f"[0-9]*/{COMMIT_FILE}")):
+    if complete_steps(checkpoints):
         return False
     damaged = sorted(entry.name for entry in checkpoints.glob("damaged_*"))
     if damaged:

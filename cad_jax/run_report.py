@@ -78,7 +78,7 @@ def _planning(config: RunConfig) -> list[tuple[str, str]]:
         said.append(f"documents placed {attention.placement}")
     if attention.server_speeds is not None:
         slow, fast = min(attention.server_speeds), max(attention.server_speeds)
-        said.append(f"speeds of servers {slow:.3g} to {fast:.3g}, by which max/mean weighs")
+        said.append(f"speeds of servers {slow:.3g} to {fast:.3g}; max/mean weighs servers by them")
     if attention.node > 1:
         said.append(f"{attention.node} servers a node")
     if attention.profile is not None:

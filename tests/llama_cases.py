@@ -18,7 +18,7 @@ POOL = ("pp", "dp")
 
 
 def jit(function, **options):
-    """jax.jit that compiles in half the time; the arithmetic is the same, only slower."""
+    """jax.jit that compiles in half the time, for experiments too: the arithmetic is the same, only slower."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 

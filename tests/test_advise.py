@@ -16,6 +16,7 @@ from rich.console import Console
 from cad_jax.advise_command import main
 from cad_jax.advise_report import RECIPES, Advice, AdviseArgs, run, train_text
 from cad_jax.config import MeshConfig
+from cad_jax.processes import ProcessConfig
 from cad_jax.sharding.cost import model_shape
 from cad_jax.simulation.advice import TOLERANCES
 from cad_jax.simulation.candidates import Candidate, Outcome, draw_steps, fastest
@@ -88,9 +89,11 @@ def test_one_rank_has_nobody_to_share_with(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_does_not_count(tmp_path: Path) -> None:
-    advice, printed = advice_for(tmp_path, ONE_LONG, model="llama3-405b", topology="h100:2x8")
+    path, asked = tmp_path / "a.json", dict(model="llama3-405b", topology="h100:2x8")
+    advice, printed = advice_for(tmp_path, ONE_LONG, json=path, **asked)
     assert advice.verdict.reasons == ("memory",) and "nothing that cad_jax has fits" in printed
     assert "cad-jax train" not in printed
+    assert json.loads(path.read_text())["verdict"]["train_flags"] is None
     assert advice.largest_context["cad"] == 0
 
 
@@ -107,11 +110,11 @@ def test_json_holds_everything_and_repeats(tmp_path: Path) -> None:
     saved = json.loads(path.read_text())
     passes = 2 * 2 * 8 * 16_384 / sum(ONE_LONG)  # two microbatches, almost full
     assert 0.98 * passes < saved["passes_over_lengths"] <= passes
-    said = re.search(r"holds 270,336 tokens .* of 2 simulated microbatches: .* ([\d.]+) of them, and every document "
-                     r"comes ([\d.]+) times", " ".join(printed.split()))  # fmt: skip
-    assert said is not None
-    assert float(said[1]) == pytest.approx(2 / passes, rel=0.02)
-    assert float(said[2]) == pytest.approx(passes, rel=0.02)
+    said = re.search(
+        r"holds 270,336 tokens .* of 2 simulated microbatches: every document comes ([\d.]+) times",
+        " ".join(printed.split()),
+    )
+    assert said is not None and float(said[1]) == pytest.approx(passes, rel=0.02)
     assert (saved["label"], saved["kernel_times"], saved["memory_label"]) == (
         "simulated", "derived", "derived",
     )  # fmt: skip
@@ -132,6 +135,7 @@ def test_json_holds_everything_and_repeats(tmp_path: Path) -> None:
     assert verdict["use_cad"] and verdict["text"] == advice.verdict.text
     assert verdict["best"]["step_s"] == advice.verdict.best.step_s
     assert f"--attention.tolerance {verdict['best']['tolerance']}" in verdict["train_flags"]
+    assert verdict["train_recipe"] is None, "of llama3-1b"
     first = path.read_text()
     advice_for(tmp_path, ONE_LONG, json=path, steps=2)
     assert path.read_text() == first
@@ -164,13 +168,17 @@ def test_the_printed_command_is_a_run_as_advised(one_long, tp_splits) -> None:
     args = AdviseArgs(Path("l"), "h200:8x8", tokens_per_rank=16_384, tp_splits=tp_splits)
     for model, recipe in RECIPES.items():
         text = train_text(advice, replace(args, model=model))
-        config = parse(shlex.split(text.split("cad-jax train ")[1])).config
+        assert "on each of the 8 nodes, I from 0 to 7," in text
+        asked = parse(shlex.split(text.split("cad-jax train ")[1].replace("-id I", "-id 7")))
+        config, process = asked.config, asked.process
         config.check()
+        assert process == ProcessConfig(8, "HOST:PORT", 7)
         sizes = {n: v for n, v in asdict(model_shape(model)).items() if hasattr(config.model, n)}
         assert len(sizes) == 7 and sizes.items() <= asdict(config.model).items()
         assert config.name == recipe and config.data.paths and config.data.tokenizer != "byte"
         assert config.mesh == MeshConfig(1, 8, 8, tp_splits=tp_splits, platform="cuda")
         assert config.training.tokens_per_microbatch == 2 * 8 * 16_384
+        assert config.training.microbatches == 1  # as simulated, whatever the recipe has
         best, attention = advice.verdict.best.candidate, config.attention
         assert (attention.strategy, config.training.overlap) == (best.strategy, best.overlap)
         assert (attention.transport, attention.tolerance) == (best.transport, best.tolerance)

@@ -232,7 +232,7 @@ def test_documents_that_repeat_within_a_microbatch_are_said_to(documents, tmp_pa
     path.write_text("1000\n24\n")
     said = sample_documents(TINY, path).repetition
     assert said is not None and said.startswith(f"{path} holds 1,024 tokens")
-    assert "the 4,096 of a microbatch: every document comes 4 times in each" in said
+    assert "the 4,096 of a microbatch: every document comes 4.00 times in each" in said
 
 
 def test_nano_batches_are_halves(documents) -> None:

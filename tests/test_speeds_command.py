@@ -41,6 +41,11 @@ def test_a_file_that_training_reads(tmp_path, capsys, monkeypatch):
     assert "medians of 2 interleaved rounds; servers of mesh pp 1, dp 4" in text
     said = capsys.readouterr().out.replace("\n", "")
     assert f"wrote {out}" in said and "servers are alike" not in said
+    again = [*COMMAND, "--attention.speeds", str(out), "--out", str(out)]
+    monkeypatch.setattr(server_speeds, "measure", seconds_of([1] * 8))
+    assert main(again) == 0 and read_speeds(out) == (1, 1, 1, 1), (
+        "the run's own file, measured again"
+    )
 
 
 def test_a_server_is_as_slow_as_the_slowest_of_its_devices(tmp_path, monkeypatch):

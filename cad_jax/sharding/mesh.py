@@ -37,6 +37,8 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, devices: Sequence | None = 
                 f", or make virtual CPU devices before the first use of jax: "
                 f'jax.config.update("jax_num_cpu_devices", {needed})'
             )
+        elif jax.process_count() == 1:
+            cure += ", or join the processes of other nodes first (cad-jax: --processes)"
         raise ValueError(
             f"a mesh needs pp * dp * tp devices: {shape} = {needed}, but there are "
             f"{len(available)}; {cure}"
