@@ -211,7 +211,7 @@ def table(advice: Advice, label: str) -> Table:
     )
     for name in columns:
         left = name in ("strategy", "via")
-        result.add_column(name, justify="left" if left else "right", no_wrap=True)
+        result.add_column(name, justify="left" if left else "right", overflow="fold")
     for outcome in shown(advice.comparison):
         result.add_row(*(cell(outcome) for cell in columns.values()))
     result.caption = (

@@ -7,6 +7,7 @@ keeps it as config.json.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -24,6 +25,7 @@ from cad_jax.model_config import LlamaConfig
 from cad_jax.optimizer import OptimizerConfig
 from cad_jax.pipeline.remat import Remat, check_remat
 from cad_jax.pipeline.schedule import Schedule, interleaved
+from cad_jax.pool_limits import MAX_POOL_TOKENS
 from cad_jax.sharding.speeds import check_speeds
 from cad_jax.simulation.named_costs import profile_file
 from cad_jax.sources import Source
@@ -152,6 +154,11 @@ class RunConfig:
         Raises:
             ValueError: rule, values and cure.
         """
+        for name, value in _numbers(self):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"{name} (={value}) must be a finite number; leave it out, or give one"
+                )
         training, mesh = self.training, self.mesh
         tokens, strategy = training.tokens_per_microbatch, self.attention.strategy
         sliced = mesh.tp if mesh.pp > 1 or self.head_axis else 1
@@ -161,6 +168,11 @@ class RunConfig:
                 f"training.tokens_per_microbatch (={tokens}) must be divisible by mesh.dp x "
                 f"nano-batches x devices that slice their rows (={mesh.dp} x {self.nano_batches} x "
                 f"{sliced}), each holds as many; use {-(-tokens // parts) * parts}, or another mesh"
+            )
+        if tokens > MAX_POOL_TOKENS:
+            raise ValueError(
+                f"training.tokens_per_microbatch (={tokens}) must be at most {MAX_POOL_TOKENS}, so that pairs of "
+                "tokens are counted in 64 bits; use more microbatches"
             )
         if self.nano_batches == 2 and strategy not in ("cad", "home"):
             raise ValueError(
@@ -197,6 +209,11 @@ class RunConfig:
         if attention.server_speeds is not None:
             source = attention.speeds or "attention.server_speeds"
             check_speeds(attention.server_speeds, mesh.servers, source)
+        if mesh.servers % attention.node:
+            raise ValueError(
+                f"attention.node (={attention.node}) must divide the mesh's {mesh.servers} servers (pp x dp), since "
+                "nodes are alike; use 1 where nodes play no part"
+            )
         if attention.placement == "searched" and mesh.pp > 1:
             raise ValueError(
                 f"attention.placement (=searched) compares plans of one microbatch and needs mesh.pp 1 "
@@ -259,6 +276,16 @@ def load_config(folder: Path) -> RunConfig:
             "restore it, or start a new run folder"
         ) from error
     return config_from_dict(values)
+
+
+def _numbers(part: Any, where: str = "") -> Iterator[tuple[str, float]]:
+    """Every number with a fraction among the fields of a dataclass and its parts, with its name."""
+    for field in dataclasses.fields(part):
+        name, value = f"{where}{field.name}", getattr(part, field.name)
+        if isinstance(value, float):
+            yield name, value
+        elif dataclasses.is_dataclass(value):
+            yield from _numbers(value, f"{name}.")
 
 
 def _from_json(kind: Any, value: Any, where: str) -> Any:

@@ -192,6 +192,10 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
         check_platform(config.attention, platform)
     if platform == "gpu":
         check_options(gpu_options({config.attention.asked_transport}))
+    if not config.folder:
+        raise ValueError(
+            "--folder must name the folder of the run, got none: give one, such as runs/first"
+        )
     first_process(lambda: _check_folder(folder, resume, reporter))
     data = together(lambda: open_data(config))
     config = settled_tolerance(config, data, folder, resume, reporter.say)

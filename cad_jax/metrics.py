@@ -23,7 +23,7 @@ from tensorboardX import SummaryWriter
 
 from cad_jax.sharding.cost import max_over_mean
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, EVENTS = "metrics.jsonl", "tensorboard"
 FIELDS = (
     "step",
     "loss",
@@ -88,7 +88,7 @@ class MetricsLog:
             os.replace(rewritten, path)
         self._file = path.open("a", buffering=1)
         purge = None if resume_step is None else resume_step + 1
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        self._events = SummaryWriter(str(folder / EVENTS), purge_step=purge)
 
     def write(self, record: dict[str, Any]) -> None:
         assert tuple(record) == FIELDS, sorted(set(FIELDS) ^ set(record))

@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import IO
 
 from cad_jax.checkpoint import complete_steps
-from cad_jax.metrics import METRICS_FILE
+from cad_jax.config import CONFIG_FILE
+from cad_jax.metrics import EVENTS, METRICS_FILE
 
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = "lock"
+PLOTS = LOSS_PLOT, PLAN_PLOT = "loss.png", "plan.png"
 
 
 def check_folder(folder: Path, resume: bool) -> None:
     """Refuse to write over another run.
 
     Raises:
-        ValueError: the folder holds a run and this one does not resume it.
+        ValueError: the folder holds a run and this one does not resume it, or files of others that a run would
+            write over.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"the run folder {folder} must be a folder, and is a file; name another")
@@ -26,6 +29,14 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise ValueError(
             f"the run folder {folder} holds a run already, and a new run never writes over one; "
             "add --resume to continue it, or name another with --folder"
+        )
+
+    written = CONFIG_FILE, METRICS_FILE, EVENTS, CHECKPOINTS, *PLOTS
+    others = [name for name in written if (folder / name).exists()]
+    if others and not (folder / LOCK_FILE).exists() and not _has_results(folder):
+        raise ValueError(
+            f"the run folder {folder} holds {', '.join(others)}, which no run of cad-jax left there, and a "
+            "run would write over; name another with --folder"
         )
 
 

@@ -11,6 +11,7 @@ from cad_jax.attention.strategies import Strategy
 from cad_jax.config import RunConfig
 from cad_jax.data import DocumentBatches, reference_entropies
 from cad_jax.metrics import Reporter, mean_loss, plot_loss, plot_plan
+from cad_jax.run_folder import LOSS_PLOT, PLAN_PLOT
 from cad_jax.train import Loop
 
 
@@ -132,7 +133,7 @@ def summarise(
     if not records:
         return
     references = _references(data)
-    plot_loss(Path(config.folder) / "loss.png", records, references)
+    plot_loss(Path(config.folder) / LOSS_PLOT, records, references)
     seconds, tokens = (sum(r[name] for r in records) for name in ("step_s", "tokens"))
     padding = sum(r["padding_tokens"] for r in records) / tokens
     later = records[1:] or records  # the first step compiles
@@ -175,4 +176,4 @@ def draw_plan(folder: Path, loop: Loop) -> None:
     work = loop.last_work
     if work is not None:
         speeds = loop.config.attention.server_speeds
-        plot_plan(folder / "plan.png", loop.step, work.home_pairs, work.server_pairs, speeds)
+        plot_plan(folder / PLAN_PLOT, loop.step, work.home_pairs, work.server_pairs, speeds)

@@ -155,6 +155,14 @@ def test_the_largest_context_fits_and_the_next_does_not(tmp_path: Path) -> None:
     assert twice.largest_context["cad"] > 1.5 * advice.largest_context["cad"]
 
 
+def test_a_narrow_window_cuts_no_figure_off(tmp_path: Path) -> None:
+    text, path = io.StringIO(), tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, ONE_LONG)))
+    args = AdviseArgs(path, "h200:2x8", tokens_per_rank=16_384, steps=1, tp=2, pp=4)
+    run(args, Console(file=text, width=60))
+    assert "simulated" in text.getvalue() and "\N{HORIZONTAL ELLIPSIS}" not in text.getvalue()
+
+
 def test_pipelines(tmp_path: Path) -> None:
     advice, printed = advice_for(tmp_path, ONE_LONG, pp=2, microbatches=2, topology="h200:4x8")
     assert "bub-" in printed and advice.verdict.best.bubble > 0

@@ -130,6 +130,26 @@ def test_rules_between_the_parts(tmp_path):
         with_changes(config, training={"tokens_per_microbatch": 514}).check()
     with pytest.raises(ValueError, match=r"num_q_heads \(=4\) must be divisible by tp \(=3\)"):
         with_changes(config, mesh={"tp": 3}).check()
+    with pytest.raises(ValueError, match=r"attention.node \(=3\) must divide the mesh's 4 servers"):
+        with_changes(config, attention={"node": 3}).check()
+    with pytest.raises(ValueError, match=r"\(=4294967296\) must be at most 2147483648, .*more mic"):
+        with_changes(config, training={"tokens_per_microbatch": 2**32}).check()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_every_number_is_finite(tmp_path, value):
+    """Of all parts, parts of parts as well; where a part has a rule of its own, that one may say so."""
+    config = tiny_config(tmp_path, "*.txt")
+    for part, name in (
+        ("training", "max_minutes"), ("optimizer", "weight_decay"), ("optimizer", "eps"),
+        ("optimizer", "clip_norm"), ("model", "norm_eps"), ("model", "rope_theta"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"{name} \(=.*\) must"):
+            with_changes(config, **{part: {name: value}}).check()
+    with pytest.raises(ValueError, match=r"factor \(=.*\) must be"):
+        with_changes(config, model={"rope_scaling": RopeScaling(factor=value)}).check()
+    with pytest.raises(ValueError, match=r"training.max_minutes \(=nan\) must be a finite number"):
+        with_changes(config, training={"max_minutes": math.nan}).check()
 
 
 @pytest.mark.parametrize("name, samples", [("cad", 40), ("home", 40), ("ring", 0), ("native", 0)])

@@ -12,7 +12,7 @@ from rich.console import Console
 from cad_jax.checkpoint import COMMIT_FILE
 from cad_jax.metrics import FIELDS, MetricsLog, Reporter, read_metrics
 from cad_jax.processes import ProcessConfig, start_devices
-from cad_jax.run_folder import CHECKPOINTS, begins_anew
+from cad_jax.run_folder import CHECKPOINTS, begins_anew, check_folder
 from cad_jax.sharding.mesh import make_mesh
 from cad_jax.train import Loop, StopRequest
 from tests.tiny_runs import tiny_config
@@ -63,6 +63,19 @@ def test_only_damaged_checkpoints_are_not_a_new_start(tmp_path) -> None:
             begins_anew(tmp_path)
     (tmp_path / CHECKPOINTS / "30" / COMMIT_FILE).touch()
     assert not begins_anew(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "loss.png", "plan.png", "tensorboard"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_files_of_others_are_not_written_over(tmp_path, name, resume) -> None:
+    """A data or model folder, say. What a run left before its first step has a lock beside it."""
+    (tmp_path / "notes.txt").touch()
+    check_folder(tmp_path, resume)
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"holds {name}, which no run of cad-jax left there"):
+        check_folder(tmp_path, resume)
+    (tmp_path / "lock").touch()
+    check_folder(tmp_path, resume)
 
 
 def test_absent_platform_is_refused(monkeypatch) -> None:

@@ -109,6 +109,9 @@ def core_attention_local(
 ) -> jax.Array:
     """Core attention for callers already inside shard_map over (at least) the pool's axes.
 
+    That shard_map needs check_vma=False: what is exchanged and computed here carries no types of the
+    axes it varies over.
+
     Args:
       q: [T, H, D] rows of this rank, heads of this device.
       k, v: [T, K, D].
@@ -120,8 +123,14 @@ def core_attention_local(
     Returns: out [T, H, D] in q's dtype, differentiable in q, k and v.
 
     Raises:
-      ValueError: the shapes, the arrays and the axes do not fit each other.
+      ValueError: the shapes, the arrays and the axes do not fit each other, or the shard_map checks them.
     """
+    varying = jax.typeof(q).manual_axis_type.varying
+    if varying:
+        raise ValueError(
+            "core_attention_local must be in a shard_map that does not check which axes values vary over, "
+            f"got rows that vary over {sorted(varying)}: pass check_vma=False to jax.shard_map"
+        )
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q, k and v must be floating point, got {q.dtype}: cast them")
     rows_and_dims = {(x.shape[0], *x.shape[2:]) for x in (q, k, v)}
@@ -137,7 +146,13 @@ def core_attention_local(
                 f"{arrays.k_lo.shape[0]} ranks: pass them in with the spec P({axis_names})"
             )
         arrays = jax.tree.map(lambda x: x[0], arrays)
-    ranks = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
+    try:
+        ranks = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
+    except NameError as error:
+        raise ValueError(
+            f"axis_names must be axes of the shard_map around the call, got {axis_names} ({error}): name "
+            "those of the pool, in the plan's rank order"
+        ) from error
     servers = arrays.dispatch[0].peers
     if servers != ranks:
         raise ValueError(

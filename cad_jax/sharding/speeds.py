@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cad_jax.sharding.text_lines import numbered_lines
 
+MAX_RATIO = 1000  # planning rounds speeds to a thousandth of their mean
 MAX_LINES = 2**22  # no pool has so many servers
 CURE = "pass a text file with one relative speed a line, as `cad-jax speeds` writes it"
 
@@ -34,7 +35,7 @@ def read_speeds(path: str | Path) -> tuple[float, ...]:
 
 
 def check_speeds(speeds: Sequence[float], servers: int, source: str) -> None:
-    """Raises ValueError unless there is one positive finite number for each server. source: where they
+    """Raises ValueError unless there is one positive finite number for each server, none far from the others. source: where they
     come from, for the message."""
     if len(speeds) != servers:
         raise ValueError(
@@ -47,6 +48,11 @@ def check_speeds(speeds: Sequence[float], servers: int, source: str) -> None:
         raise ValueError(
             f"{source} must hold positive finite numbers, got {wrong[0]}: use 1 for a server like "
             "the others"
+        )
+    if max(speeds) > MAX_RATIO * min(speeds):
+        raise ValueError(
+            f"{source} must hold speeds of which the fastest is at most {MAX_RATIO} times the slowest, got {max(speeds)} "
+            f"and {min(speeds)}: leave a server out of the mesh that is so slow"
         )
 
 

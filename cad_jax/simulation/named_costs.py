@@ -4,7 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cad_jax.sharding.cost import Device
-from cad_jax.sharding.cost_model import CostModel, Link, analytic, from_csv, shipped
+from cad_jax.sharding.cost_model import (
+    CostModel,
+    Link,
+    analytic,
+    from_csv,
+    shipped,
+    shipped_profiles,
+)
 
 # By device; fast kernels leave less to hide behind. Others: analytic.
 PROFILES = {"h100": "h200_fa3", "h200": "h200_fa3", "cpu": "cpu"}
@@ -13,7 +20,8 @@ PROFILES = {"h100": "h200_fa3", "h200": "h200_fa3", "cpu": "cpu"}
 def profile_file(profile: str | None) -> Path | None:
     """A file of one's own that a profile names; None for one that ships, and for "analytic"."""
     file = Path(profile or "")
-    return file if file.suffix == ".csv" else None
+    ships = profile in (None, "analytic", *shipped_profiles())
+    return file if not ships and (file.suffix == ".csv" or file.is_file()) else None
 
 
 def profile_path(profile: str, option: str) -> Path:

@@ -323,15 +323,19 @@ def test_local_form_refuses_what_does_not_fit() -> None:
     )
     q, k = jnp.zeros((512, 2, 8)), jnp.zeros((512, 1, 8))
 
-    def attend(q, k, v, spec=P(POOL_AXES), axis_names=POOL_AXES):  # noqa: B008
+    def attend(q, k, v, spec=P(POOL_AXES), axis_names=POOL_AXES, checked=False):  # noqa: B008
         jax.shard_map(
             partial(cad_jax.core_attention_local, axis_names=axis_names, kernel="reference"),
             mesh=make_mesh(dp=2),
             in_specs=(*[P(POOL_AXES)] * 3, spec),
             out_specs=P(POOL_AXES),
-            check_vma=False,
+            check_vma=checked,
         )(q, k, v, plan.arrays())
 
+    with pytest.raises(ValueError, match=r"vary over \['dp', 'pp'\]: pass check_vma=False to"):
+        attend(q, k, k, checked=True)
+    with pytest.raises(ValueError, match=r"got \('data',\) .*: name those of the pool"):
+        attend(q, k, k, axis_names=("data",))
     for keys, values in ((k[:256], k[:256]), (k, jnp.zeros((512, 2, 8))), (k[..., :4], k[..., :4])):
         with pytest.raises(ValueError, match=r"k and v \[T, K, D\], with the same T and D, got"):
             attend(q, keys, values)

@@ -48,3 +48,7 @@ def test_one_positive_number_a_server():
         ValueError, match="s.txt must hold positive finite numbers, got -1.0: use 1"
     ):
         check_speeds((1.0, -1.0), 2, "s.txt")
+    with pytest.raises(
+        ValueError, match="at most 1000 times the slowest, got 1.0 and 0.0009: leave"
+    ):
+        check_speeds((1.0, 0.0009), 2, "s.txt")
