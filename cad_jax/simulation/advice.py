@@ -234,7 +234,10 @@ def _text(verdict: Verdict, comparison: Comparison, margin: float) -> str:
     if verdict.needed_bytes_s is not None:
         cure = f" From {verdict.needed_bytes_s / 1e9:.3g} GB/s between nodes on cad would be faster than that."
     elif verdict.reasons == ("slow_network",):
-        cure = " No faster network between nodes would change that."
+        cure = (
+            f" A faster network between nodes would speed up {alternative.candidate.strategy} as well, and cad "
+            f"would not gain more than {margin:.0%} over it."
+        )
     gain = f"{verdict.gain:.1%}".replace("-0.0%", "0.0%")
     advised = f"use {alternative.candidate.strategy}"
     if alternative.memory_bytes > comparison.usable_bytes:
