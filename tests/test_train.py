@@ -330,7 +330,7 @@ def test_a_folder_in_use_is_refused(whole_run, tmp_path):
 def test_resume_without_a_checkpoint_starts_over(whole_run, tmp_path):
     config = replace(whole_run[0], folder=str(tmp_path / "run"))
     _, text = run(with_changes(config, training={"steps": 2}), resume=True)
-    first = f"there is no checkpoint to resume from in {config.folder} (no such folder yet): a new run starts there"
+    first = f"there is no checkpoint to resume from in {config.folder} (no such folder yet): the run begins at step 0"
     assert " ".join(text.split()).startswith(first)
     assert series(config.folder, "loss") == series(whole_run[0].folder, "loss")[:2]
 

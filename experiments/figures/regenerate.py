@@ -5,8 +5,8 @@ table of published against ours.
 
 Without names: all, the cheap ones first; README.md is written after each, so that what was done stays when
 the rest is stopped. Sections of figures that are not named are kept. Host only. On one idle core and with their own
-numbers of batches the first ten take about 5 minutes together, without_pipeline and with_pipeline some 10 each
-(estimated from CPU seconds of a few batches); what each took is in README.md.
+numbers of batches the first ten take about 5 minutes together, without_pipeline 14 and with_pipeline 19; what each took is in
+README.md.
 """
 
 import argparse
