@@ -8,7 +8,9 @@ AOT_TESTS := tests/test_topologies.py tests/test_compile.py tests/attention/test
 # Not the exhaustive covers: those hold the arithmetic, these the programs.
 OLDEST_TESTS := tests/sharding/test_exchange.py tests/attention/test_strategies.py \
 	tests/attention/test_exactness.py::test_triton_kernel tests/test_model.py tests/test_hf.py \
-	tests/pipeline/test_single_stream.py tests/pipeline/test_pipeline_runs.py::test_a_pipeline_follows_one_device tests/test_train.py
+	tests/pipeline/test_single_stream.py tests/pipeline/test_pipeline_runs.py::test_a_pipeline_follows_one_device \
+	tests/test_train.py::test_resume_is_bitwise tests/test_train.py::test_resume_on_another_mesh \
+	tests/test_train.py::test_a_strategy_that_moves_tokens_trains_alike
 
 .PHONY: train test lint types pytest test-oldest-jax test-aot clean
 
