@@ -18,10 +18,3 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-LONG = ("test_multiprocess.py", "test_train.py", "test_pipeline_runs.py", "test_memory.py")
-
-
-def pytest_collection_modifyitems(items):
-    """What takes long and cannot be divided comes first: workers then end together."""
-    items.sort(key=lambda item: item.path.name not in LONG)
