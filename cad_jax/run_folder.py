@@ -17,7 +17,7 @@ PLOTS = LOSS_PLOT, PLAN_PLOT = "loss.png", "plan.png"
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """Refuse to write over another run.
+    """Refuse to write over another run, or over files that no run left.
 
     Raises:
         ValueError: the folder holds a run and this one does not resume it, or files of others that a run would
@@ -30,7 +30,6 @@ def check_folder(folder: Path, resume: bool) -> None:
             f"the run folder {folder} holds a run already, and a new run never writes over one; "
             "add --resume to continue it, or name another with --folder"
         )
-
     written = CONFIG_FILE, METRICS_FILE, EVENTS, CHECKPOINTS, *PLOTS
     others = [name for name in written if (folder / name).exists()]
     if others and not (folder / LOCK_FILE).exists() and not _has_results(folder):

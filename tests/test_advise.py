@@ -83,6 +83,15 @@ def test_a_slow_network_is_against_cad(tmp_path: Path) -> None:
     assert half.verdict.reasons == ("slow_network",)
 
 
+def test_a_network_that_no_bandwidth_makes_good_is_said_to_be(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("cad_jax.simulation.advice._needed_bytes_s", lambda *_: None)
+    advice, _ = advice_for(tmp_path, ONE_LONG, between_nodes_gb_s=0.5)
+    said = (
+        "With up to 1024 times the bandwidth between nodes cad would gain no more than 2% either."
+    )
+    assert said in advice.verdict.text
+
+
 def test_one_rank_has_nobody_to_share_with(tmp_path: Path) -> None:
     advice, printed = advice_for(tmp_path, [*[256] * 800, 9000], topology="h200:1x8")
     assert advice.verdict.reasons == ("one_rank",) and "one rank" in printed

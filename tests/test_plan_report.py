@@ -21,6 +21,7 @@ from cad_jax.sharding.cost_model import from_csv, shipped
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.tasks import HeadShape, home_tasks
+from cad_jax.simulation.named_costs import named_costs, profile_file
 
 FIELDS = {
     "version", "servers", "tokens_per_server", "tolerance", "heads", "capacities", "fallback_tasks",
@@ -355,6 +356,17 @@ def test_speeds_and_kernel_times(tmp_path):
         wanted = seconds.max() / seconds.mean()
         assert saved[f"attention_s_max_over_mean{name}"] == pytest.approx(wanted)
     assert "max / share of pairs, by speed" in text.getvalue() and "derived" in text.getvalue()
+
+
+def test_a_profile_may_have_any_name(tmp_path, monkeypatch):
+    """One that ships goes before a file of its name; of a name that is no file, csv says which was meant."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.txt", "cpu", "analytic"):
+        Path(name).write_bytes(shipped("cpu").read_bytes())
+    assert profile_file("mine.txt") == Path("mine.txt")
+    assert [profile_file(name) for name in ("cpu", "analytic", "none", None)] == [None] * 4
+    assert profile_file("none.csv") == Path("none.csv")
+    assert named_costs(DEVICES["cpu"], "mine.txt").label == "measured"
 
 
 def test_a_file_that_is_read_is_not_written(tmp_path):

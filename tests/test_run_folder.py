@@ -53,10 +53,8 @@ def test_only_damaged_checkpoints_are_not_a_new_start(tmp_path) -> None:
     (tmp_path / CHECKPOINTS / "damaged_28").mkdir()
     with pytest.raises(ValueError, match="damaged_28: put a backup in place, or start anew"):
         begins_anew(tmp_path)
-    for other in (
-        "31.orbax-checkpoint-tmp-1",
-        "32_backup",
-    ):  # the commit file comes before the name
+    # Orbax writes the commit file before the name.
+    for other in ("31.orbax-checkpoint-tmp-1", "32_backup"):
         (tmp_path / CHECKPOINTS / other).mkdir()
         (tmp_path / CHECKPOINTS / other / COMMIT_FILE).touch()
         with pytest.raises(ValueError, match="damaged_28: put a backup in place, or start anew"):

@@ -235,8 +235,8 @@ def _text(verdict: Verdict, comparison: Comparison, margin: float) -> str:
         cure = f" From {verdict.needed_bytes_s / 1e9:.3g} GB/s between nodes on cad would be faster than that."
     elif verdict.reasons == ("slow_network",):
         cure = (
-            f" A faster network between nodes would speed up {alternative.candidate.strategy} as well, and cad "
-            f"would not gain more than {margin:.0%} over it."
+            f" With up to {2**MAX_BANDWIDTH_DOUBLINGS} times the bandwidth between nodes cad would gain no more than "
+            f"{margin:.0%} either."
         )
     gain = f"{verdict.gain:.1%}".replace("-0.0%", "0.0%")
     advised = f"use {alternative.candidate.strategy}"
