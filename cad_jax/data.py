@@ -148,12 +148,7 @@ class DocumentBatches:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.nano_batches = nano_batches
         if limit is None:
-            self.pieces: Pieces = cut_documents(
-                self.store.lengths,
-                tokens_per_microbatch,
-                long_documents=config.long_documents,
-                max_context_loss=config.max_context_loss,
-            )
+            self.pieces: Pieces = _cut(self.store.lengths, tokens_per_microbatch, config)
         else:
             self.pieces = cut_pieces(self.store.lengths, limit)
         self._piece_lengths = self.pieces.lengths
@@ -319,6 +314,20 @@ class DocumentBatches:
             context_lost_tokens=int(lengths[document_starts > 0].sum()),
             nano_lengths=nano_lengths,
         )
+
+
+def _cut(lengths: np.ndarray, tokens_per_microbatch: int, config: DataConfig) -> Pieces:
+    try:
+        return cut_documents(
+            lengths,
+            tokens_per_microbatch,
+            long_documents=config.long_documents,
+            max_context_loss=config.max_context_loss,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (--training.tokens-per-microbatch, --data.long-documents, --data.max-context-loss)"
+        ) from error
 
 
 def _nano_lengths(step: PackedStep) -> tuple[np.ndarray, ...]:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from cad_jax.attention.strategies import Strategy
 from cad_jax.config import RunConfig
-from cad_jax.data import DocumentBatches, reference_entropies
+from cad_jax.data import DataConfig, DocumentBatches, DocumentStatistics, reference_entropies
 from cad_jax.metrics import Reporter, mean_loss, plot_loss, plot_plan
 from cad_jax.run_folder import LOSS_PLOT, PLAN_PLOT
 from cad_jax.train import Loop
@@ -62,12 +62,24 @@ def describe(
             "pieces",
             f"{stats.pieces:,} of at most {data.max_document_tokens:,} tokens an epoch; "
             f"{stats.context_lost_tokens:,} of {stats.target_tokens:,} target tokens lose context"
+            + _cure(config.data, stats)
             + (f", {stats.truncated_tokens:,} tokens dropped" if stats.truncated_tokens else ""),
         ),
     ]
     reporter.table("cad_jax train", rows)
     if step:
         reporter.say(f"resuming after step {step}")
+    reporter.say("the first step is compiled, which takes longer than a step")
+
+
+def _cure(data: DataConfig, stats: DocumentStatistics) -> str:
+    """How much context pieces cost, and how documents stay whole."""
+    if stats.context_lost_tokens == 0:
+        return ""
+    cure = "a larger --training.tokens-per-microbatch"
+    if data.max_piece_tokens is not None:
+        cure = f"--data.max-piece-tokens None, with {cure},"
+    return f" ({stats.context_lost_tokens / stats.target_tokens:.1%}; {cure} keeps documents whole)"
 
 
 def _planning(config: RunConfig) -> list[tuple[str, str]]:

@@ -17,6 +17,12 @@ from typing import Literal, get_args
 
 SourceKind = Literal["stdlib", "text", "jsonl"]
 _CHUNK_BYTES = 1 << 20
+# How files of other formats begin, and what makes text of them.
+_OTHER_FORMATS = {
+    b"PAR1": "parquet: write its text column as JSON lines, for source 'jsonl'",
+    b"\x1f\x8b": "compressed with gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed with zstandard: unpack it",
+}
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class Source:
         if (self.kind == "stdlib") == bool(self.paths):
             rule = "takes no paths" if self.kind == "stdlib" else "needs at least one path"
             raise ValueError(
-                f"source {self.kind!r} {rule}, got paths={self.paths!r}: "
-                "give globs such as 'folder/**/*.txt' to 'text' or 'jsonl'"
+                f"source {self.kind!r} {rule}, got paths={self.paths!r}: give globs such as "
+                "'folder/**/*.txt' to 'text' or 'jsonl' (--data.paths)"
             )
 
     def files(self) -> list[Path]:
@@ -86,6 +92,8 @@ class Source:
                 for number, line in enumerate(_read_lines(path), 1):
                     hasher.update(line)
                     size += len(line)
+                    if number == 1:
+                        _check_format(line, path)
                     if line.strip():
                         yield _json_text(line, f"{path}:{number}", self.jsonl_field)
             else:
@@ -148,11 +156,18 @@ def _check_utf8(content: bytes, path: Path) -> None:
     try:
         content.decode()
     except UnicodeDecodeError as error:
+        _check_format(content, path)
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(
             f"text must be UTF-8, {path}:{line} has byte 0x{content[error.start]:02x} at offset "
             f"{error.start} ({error.reason}): convert the file or leave it out of the paths"
         ) from error
+
+
+def _check_format(content: bytes, path: Path) -> None:
+    for magic, advice in _OTHER_FORMATS.items():
+        if content.startswith(magic):
+            raise ValueError(f"data files must be plain text or JSON lines, {path} is {advice}")
 
 
 def _json_text(line: bytes, place: str, field: str) -> bytes:
@@ -167,7 +182,7 @@ def _json_text(line: bytes, place: str, field: str) -> bytes:
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(
             f"every JSON line must hold its text as a string in field {field!r}, {place} does not "
-            f"(it has {found}): name the right field with jsonl_field or correct the line"
+            f"(it has {found}): name the right one (--data.jsonl-field) or correct the line"
         )
     try:
         return record[field].encode()

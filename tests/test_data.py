@@ -332,6 +332,13 @@ def bad_link(folder: Path) -> None:
     (folder / "bad.txt").symlink_to(folder / "gone.txt")
 
 
+def other_format(name: str, magic: bytes):
+    def write(folder: Path) -> None:
+        (folder / name).write_bytes(magic + bytes([0x15, 0xFF, 0, 10]))
+
+    return write
+
+
 def only_empty(folder: Path) -> None:
     (folder / "bad.txt").touch()
     (folder / "bad2.txt").touch()
@@ -352,6 +359,8 @@ def json_lines(*lines: str):
         (only_empty, "*.txt", "at least one token, 2 documents were read and all are empty: point"),
         (only_empty, "*.md", r"match at least one file, '.*\*\.md' matches none: correct the path"),
         (only_empty, "", r"matches none: .*it is a folder: write '.*/\*\*/\*'"),
+        (other_format("bad.txt", b"PAR1"), "*.txt", r"bad\.txt is parquet: .*as JSON lines"),
+        (other_format("bad.jsonl", b"\x1f\x8b"), "*.jsonl", r"bad\.jsonl is compressed with gzip"),
         (json_lines('{"text": 3'), "*.jsonl", r"JSON object in UTF-8, .*bad\.jsonl:3 is not"),
         (json_lines('{"a": "b"}'), "*.jsonl", r"'text', .*:3 does not \(it has \['a'\]\): name"),
         (json_lines('{"text": 3}'), "*.jsonl", r"as a string in field 'text', .*:3 does not"),
@@ -396,7 +405,7 @@ def test_long_documents_are_refused_with_the_numbers(folder):
     longest = max(len(document) for document in file_documents(folder))
     with pytest.raises(ValueError, match=f"step of 61 tokens .*has {longest}"):
         DocumentBatches(text_config(folder, long_documents="refuse"), 61)
-    with pytest.raises(ValueError, match=r"max_context_loss=1\.00%"):
+    with pytest.raises(ValueError, match=r"max_context_loss=1\.00%.*\(--training\.tokens-per"):
         DocumentBatches(text_config(folder, max_context_loss=0.01), 61)
 
 

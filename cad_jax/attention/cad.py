@@ -110,7 +110,8 @@ def core_attention_local(
     """Core attention for callers already inside shard_map over (at least) the pool's axes.
 
     That shard_map needs check_vma=False: what is exchanged and computed here carries no types of the
-    axes it varies over.
+    axes it varies over. JAX then differentiates the sum over all ranks of what each returns: inside,
+    differentiate each rank's own share of a loss, not its psum, and psum the gradients of shared weights.
 
     Args:
       q: [T, H, D] rows of this rank, heads of this device.
@@ -129,7 +130,8 @@ def core_attention_local(
     if varying:
         raise ValueError(
             "core_attention_local must be in a shard_map that does not check which axes values vary over, "
-            f"got rows that vary over {sorted(varying)}: pass check_vma=False to jax.shard_map"
+            f"got rows that vary over {sorted(varying)}: pass check_vma=False to jax.shard_map, and where you "
+            "differentiate inside it, take each rank's own share of the loss (not its psum) and psum the gradients"
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q, k and v must be floating point, got {q.dtype}: cast them")
