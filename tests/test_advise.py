@@ -18,8 +18,8 @@ from cad_jax.advise_report import RECIPES, Advice, AdviseArgs, run, train_text
 from cad_jax.config import MeshConfig
 from cad_jax.processes import ProcessConfig
 from cad_jax.sharding.cost import model_shape
-from cad_jax.simulation.advice import TOLERANCES
-from cad_jax.simulation.candidates import Candidate, Outcome, draw_steps, fastest
+from cad_jax.simulation.advice import TOLERANCES, verdict
+from cad_jax.simulation.candidates import Candidate, Outcome, Trials, draw_steps, fastest
 from cad_jax.train_command import parse
 
 ONE_LONG = [65_536, *[256] * 800]
@@ -111,6 +111,24 @@ def test_the_margin_decides(tmp_path: Path, one_long) -> None:
     assert judged.gain < 0.9
     advice, printed = advice_for(tmp_path, ONE_LONG, margin=0.9)
     assert not advice.verdict.use_cad and "margin 90%" in printed
+
+
+def test_packing_that_is_faster_is_advised_instead(one_long) -> None:
+    """By more than the margin, and only where it fits the memory."""
+    advice, comparison = one_long[0], one_long[0].comparison
+    trials = Trials(advice.setting, [], 0, 0)
+    for factor, fits, use_cad in ((0.9, True, False), (0.99, True, True), (0.9, False, True)):
+        held = 0.0 if fits else 2 * comparison.usable_bytes
+        others = [
+            o._replace(step_s=factor * comparison.best.step_s, memory_bytes=held)
+            if o.candidate.strategy == "wlb"
+            else o
+            for o in comparison.others
+        ]
+        judged = verdict(trials, comparison._replace(others=others), 0.02)
+        assert judged.use_cad is use_cad, (factor, fits)
+        assert judged.reasons == (() if use_cad else ("packing",))
+        assert ("use packing instead" in judged.text) is not use_cad
 
 
 def test_json_holds_everything_and_repeats(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ Reason = Literal[
 class Comparison(NamedTuple):
     """Outcomes of one cluster, model and documents.
 
-    cad: every transport with every tolerance, capacities measured; the best of each with keys divided
-    among servers, and with static capacities, where it pads to them; the best of all as a single stream. others: home, all_gather, ring, wlb. best: of
+    cad: every transport with every tolerance, capacities measured; ragged with keys divided among servers
+    as well, where that pays; the best of each dense one with static capacities; the best of all as a single stream.
+    others: home, all_gather, ring, wlb. best: of
     cad. free: the best one's outcome were its exchanges of no bytes, at the least tolerance.
     """
 
@@ -88,9 +89,10 @@ def compare(trials: Trials, usable_bytes: float) -> Comparison:
         best, outcomes = choose_tolerance(trials, transport, "pingpong", usable_bytes)
         cad += outcomes
         bests.append(best)
-    divided = [trials.outcome(o.candidate._replace(key_ranges=KEY_RANGES)) for o in bests]
-    cad += divided
-    best = fastest(_fitting(bests + divided, usable_bytes), (bests + divided).index, tie=TIE)
+    divided, outcomes = choose_tolerance(trials, "ragged", "pingpong", usable_bytes, KEY_RANGES)
+    cad += outcomes
+    choices = [*bests, divided]
+    best = fastest(_fitting(choices, usable_bytes), choices.index, tie=TIE)
     chosen = best.candidate
     padded = [o.candidate for o in bests if o.candidate.transport != "ragged"]
     cad += [trials.outcome(candidate._replace(capacities="static")) for candidate in padded]

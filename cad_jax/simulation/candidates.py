@@ -115,7 +115,9 @@ class Trials:
     steps: Sequence[MicrobatchLengths]
     rank_tokens: int
     longest: int
-    plans: dict[tuple[float, int], list[list[list[Plan]]]] = field(default_factory=dict, repr=False)
+    plans: dict[tuple[float, int, Transport | None], list[list[list[Plan]]]] = field(
+        default_factory=dict, repr=False
+    )
 
     def on(self, setting: Setting) -> "Trials":
         """The same steps and plans with other costs."""
@@ -212,10 +214,15 @@ class Trials:
         """Of each step: its ticks' and nano-batches'."""
         tolerance, key_ranges = candidate.tolerance, candidate.key_ranges
         assert tolerance is not None, candidate
-        made = self.plans.get((tolerance, key_ranges))
+        # Whole prefixes are the same for all transports; where keys are divided depends on theirs.
+        transport = candidate.transport if key_ranges > 1 else None
+        key = tolerance, key_ranges, transport
+        made = self.plans.get(key)
         if made is None:
-            made = self.plans[tolerance, key_ranges] = [
-                tick_plans(self.setting, step, self._pool(len(step[0])), tolerance, key_ranges)
+            made = self.plans[key] = [
+                tick_plans(
+                    self.setting, step, self._pool(len(step[0])), tolerance, key_ranges, transport
+                )
                 for step in self.steps
             ]
         return made

@@ -76,16 +76,17 @@ def tick_plans(
     pool: Pool,
     tolerance: float,
     key_ranges: int = 1,
+    transport: Transport | None = None,
 ) -> list[list[Plan]]:
     """cad's plans, one for each different tick of `one_f_one_b(pp, M)` and nano-batch. pool: of the
-    ranks of all stages. key_ranges: see `plan_documents`."""
+    ranks of all stages. key_ranges, transport: see `strategies.plan`."""
     stage_tokens = setting.dp * pool.tokens_per_server
     placed = [
         [stage_documents(stages, stage_tokens) for stages in nanos]
         for nanos in _ticks(setting, lengths)
     ]
     return [
-        [strategies.plan(d, pool, tolerance, starts, key_ranges) for d, starts in nanos]
+        [strategies.plan(d, pool, tolerance, starts, key_ranges, transport) for d, starts in nanos]
         for nanos in placed
     ]
 

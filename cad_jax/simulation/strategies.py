@@ -90,8 +90,10 @@ def plan(
     tolerance: float,
     starts: np.ndarray | None = None,
     key_ranges: int = 1,
+    transport: Transport | None = None,
 ) -> Plan:
-    """This project's plan, with roomy capacities. key_ranges: see `plan_documents`."""
+    """This project's plan, with roomy capacities. key_ranges, transport: see `plan_documents`; what divided
+    keys cost depends on the transport, a dense one by default."""
     heads = pool.heads
     return plan_documents(
         lengths,
@@ -104,6 +106,7 @@ def plan(
         max_document_tokens=pool.max_document_tokens,
         starts=starts,
         key_ranges=key_ranges,
+        transport=transport,
     )
 
 

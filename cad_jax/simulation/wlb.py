@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from cad_jax.sharding.tasks import TILE_ROWS
 from cad_jax.simulation import strategies
 from cad_jax.simulation.setting import Setting, StepResult, pool_of
 from cad_jax.simulation.step import stage_step
+from cad_jax.simulation.strategies import Pool
 from cad_jax.simulation.work import AttentionWork
 
 # Document length at which attention costs what linear layers do, by model, as the baseline was tuned.
@@ -101,12 +103,7 @@ def wlb_step(
         held = bins[nth * replicas : (nth + 1) * replicas]
         rows = [-(-int(b.sum()) // cp) for b in held]
         parts = [
-            strategies.gathered_work(
-                b,
-                pool_of(setting, cp, max(t, 1)),
-                gather_again=setting.gather_again,
-                gradient_bytes=setting.gradient_bytes,
-            )
+            _packed_work(b, pool_of(setting, cp, max(t, 1)), setting.gather_again)
             for b, t in zip(held, rows, strict=True)
         ]
         works.append([_side_by_side(parts)])
@@ -119,6 +116,22 @@ def wlb_step(
         name=f"wlb dp{replicas} cp{cp}",
         published=True,
     )
+
+
+def _packed_work(lengths: np.ndarray, pool: Pool, gather_again: bool) -> AttentionWork:
+    """Per-document context parallelism as the packing system runs it: gradients in the dtype of keys, and documents
+    that would fall into pieces of less than a tile whole on one rank, evenly in sum (in its favour)."""
+    lengths = np.asarray(lengths, np.int64)
+    short = lengths < 2 * pool.servers * TILE_ROWS
+    work = strategies.gathered_work(
+        lengths[~short], pool, gather_again=gather_again, gradient_bytes=1
+    )
+    kinds, counts = np.unique(lengths[short], return_counts=True)
+    forward, backward = (
+        float(counts @ pool.costs.task_s(kinds, kinds, pool.heads, backward=b)) / pool.servers
+        for b in (False, True)
+    )
+    return replace(work, forward_s=work.forward_s + forward, backward_s=work.backward_s + backward)
 
 
 def check_microbatches(pp: int, microbatches: Sequence[int]) -> None:
@@ -139,14 +152,21 @@ def best_wlb_step(
     memory_bytes: float = np.inf,
 ) -> StepResult:
     """The fastest of all divisions of each stage's ranks into replicas and context parallelism that
-    fits the memory; the smallest one where none does. microbatches: counts to choose from, of at least
+    fits the memory, gathered keys kept or gathered again; the smallest one where none does. microbatches: counts to choose from, of at least
     pp.
 
     Raises ValueError where no count is.
     """
     check_microbatches(setting.pp, microbatches)
     results = [
-        wlb_step(setting, lengths, cp=cp, microbatches=count, headroom=headroom)
+        wlb_step(
+            replace(setting, gather_again=again),
+            lengths,
+            cp=cp,
+            microbatches=count,
+            headroom=headroom,
+        )
+        for again in (False, True)
         for cp in range(1, setting.dp + 1)
         if setting.dp % cp == 0
         for count in microbatches

@@ -17,6 +17,7 @@ from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.tasks import HOME, Q_START, Q_STOP, SERVER, Capacities, HeadShape
 
 LSE_BYTES = 4  # float32, of each row and head
+FLOAT32_BYTES = 4
 
 
 class Exchange(NamedTuple):
@@ -150,18 +151,24 @@ def padded_exchanges(
     unit = heads.unit_heads * heads.head_dim * wire.element_bytes
     wide = unit + LSE_BYTES * heads.unit_heads
 
-    def exchange(units: Sequence[int], unit_bytes: int) -> Exchange:
-        pairs = [u * unit_bytes for u in units]
+    def exchange(pairs: Sequence[int]) -> Exchange:
         hops = tuple(np.full(wire.servers, wire.dense_s(p)) for p in pairs)
         return Exchange(hops, np.full(wire.servers, float(sum(pairs) * (wire.servers - 1))))
 
     out, home = capacities.dispatch_units, tuple(reversed(capacities.output_units))
     both = tuple(a + b for a, b in zip(out, capacities.output_units, strict=True))
+    gradients = [units * unit for units in reversed(out)]
+    if (
+        capacities.transport == "relay" and capacities.partials > 1
+    ):  # sums of relays: `routing.wire_bytes`
+        gradients[-1] = out[0] * (
+            unit // wire.element_bytes * max(wire.element_bytes, FLOAT32_BYTES)
+        )
     return (
-        exchange(out, unit),
-        exchange(home, wide),
-        exchange(both, wide),
-        exchange(tuple(reversed(out)), unit),
+        exchange([units * unit for units in out]),
+        exchange([units * wide for units in home]),
+        exchange([units * wide for units in both]),
+        exchange(gradients),
     )
 
 

@@ -8,8 +8,11 @@ published system for every planner: what is compared is how they plan.
 import argparse
 import csv
 import datetime
-from collections.abc import Iterable, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -49,8 +52,8 @@ H200_MEMORY_BYTES = 141e9
 PUBLISHED_LINEAR_S, PUBLISHED_LINEAR_BACKWARD = 22e-3, 1.9
 PUBLISHED_BYTES_S = 40e9
 GATHER_SHARE = 0.85
-# The published planner's tolerance in its runs, and those from which ours takes the fastest in the
-# first batches, as a run does before its first step.
+# The published planner's tolerance in its runs, and those from which the fastest is taken on SAMPLE batches
+# before those that are shown, as a run does before its first step.
 PUBLISHED_TOLERANCE = 0.1
 SAMPLE = 3
 TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1)
@@ -100,6 +103,10 @@ class Row(NamedTuple):
             **changes,
         )  # fmt: skip
 
+    def fair_setting(self, kernel: str, bytes_s: float = 50e9) -> Setting:
+        """`fair_costs`, of whose network all-gathers reach as much as all-to-alls."""
+        return self.setting(fair_costs(kernel, bytes_s), gather_share=1.0)
+
     def batches(self, workload: str, number: int) -> list[list[np.ndarray]]:
         """Batches of two nano-batches; chunks and nano-batches are the same on every number of nodes."""
         nano_tokens = self.tokens * self.nodes
@@ -145,9 +152,12 @@ def step_of_plans(
     pool = pool_of(setting, setting.ranks, tokens, longest)
     plans = {} if plans is None else plans
     documents = tuple(nano.tobytes() for microbatch in lengths for nano in microbatch)
-    key = setting.pp, setting.ranks, setting.heads, tokens, tolerance, key_ranges, documents
+    planned_for = transport if key_ranges > 1 else None  # whole prefixes are the same for all
+    key = (
+        setting.pp, setting.ranks, setting.heads, tokens, tolerance, key_ranges, planned_for, documents,
+    )  # fmt: skip
     if key not in plans:
-        plans[key] = tick_plans(setting, lengths, pool, tolerance, key_ranges)
+        plans[key] = tick_plans(setting, lengths, pool, tolerance, key_ranges, planned_for)
     made = plans[key]
     held = run_capacities([p for nanos in made for p in nanos], pool, transport)
     works = works_of_plans(setting, made, pool, len(lengths), transport, held)
@@ -194,23 +204,22 @@ class Choice(NamedTuple):
         return f"{self.transport}, {self.tolerance:g}{divided}"
 
 
-OTHER_WAYS: tuple[tuple[Transport, int], ...] = (("relay", 1), ("ragged", 8))
+WAYS: tuple[tuple[Transport, int], ...] = (("ragged", 1), ("relay", 1), ("ragged", 8))
 
 
 def choose(
-    setting: Setting, every: Sequence[Sequence[np.ndarray]], row: Row, plans: Plans
+    setting: Setting, sample: Sequence[Sequence[np.ndarray]], row: Row, plans: Plans
 ) -> Choice:
-    """The fastest on the first SAMPLE of these batches: the tolerance under ragged exchanges of whole prefixes
-    first, then the way. plans: see `step_of_plans`."""
+    """The fastest way and tolerance on these batches: divided keys need room for their tiles.
+    plans: see `step_of_plans`."""
 
     def seconds(choice: Choice) -> float:
         return sum(
             cad_step(setting, nanos, row, **choice._asdict(), plans=plans).step_s
-            for nanos in every[:SAMPLE]
+            for nanos in sample
         )
 
-    best = min(map(Choice, TOLERANCES), key=seconds)
-    return min([best, *(Choice(best.tolerance, *way) for way in OTHER_WAYS)], key=seconds)
+    return min((Choice(t, *way) for way in WAYS for t in TOLERANCES), key=seconds)
 
 
 def wlb(setting: Setting, nanos: Sequence[np.ndarray], headroom: float = 1.0) -> StepResult:
@@ -260,6 +269,35 @@ def paired(
 
 def interval(values: tuple[float, float, float]) -> str:
     return "{:.3f} ({:.3f} to {:.3f})".format(*values)
+
+
+def ratio(over: Sequence[float], under: Sequence[float], workload: str) -> str:
+    """Sum of `over` by sum of `under` with what tells how it varies: an interval where batches are drawn alike. Those of
+    "prolong" are not, long documents come first: both halves. "one_long" has two batches in all: the least and most.
+    """
+    value, low, high = paired(over, under)
+    if workload == "prolong":
+        half = len(over) // 2
+        if half == 0:
+            return f"{value:.3f}"
+        first, second = sum(over[:half]) / sum(under[:half]), sum(over[half:]) / sum(under[half:])
+        return f"{value:.3f} (halves {first:.3f}, {second:.3f})"
+    if workload == "one_long":
+        each = [a / b for a, b in zip(over, under, strict=True)]
+        low, high = min(each), max(each)
+    return interval((value, low, high))
+
+
+def on_all_cores[Result](
+    work: Callable[..., Result], every: Sequence[tuple[Any, ...]]
+) -> Iterator[Result]:
+    """work(*arguments) of each, in order, in as many processes as there are cores. work: a module's function."""
+    if len(every) == 1:
+        yield from starmap(work, every)
+        return
+    context = multiprocessing.get_context("spawn")  # numba's threads do not survive a fork
+    with ProcessPoolExecutor(mp_context=context) as pool:
+        yield from pool.map(work, *zip(*every, strict=True))
 
 
 class Arguments(NamedTuple):

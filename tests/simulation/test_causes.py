@@ -8,6 +8,9 @@ import pytest
 from cad_jax.sharding.capacities import default_capacities
 from cad_jax.sharding.cost import DEVICES, model_shape
 from cad_jax.sharding.cost_model import analytic, from_csv, shipped
+from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.required import required_capacities
+from cad_jax.sharding.routing import wire_bytes
 from cad_jax.sharding.tasks import HeadShape
 from cad_jax.simulation import strategies
 from cad_jax.simulation.causes import CAUSES, with_causes
@@ -83,6 +86,26 @@ def test_wider_elements_put_more_on_the_wire(transport: strategies.Transport) ->
         return np.array([work.dispatch.bytes, work.combine_backward.bytes])  # no float32 in these
 
     np.testing.assert_allclose(sent(4), 2 * sent(2))
+
+
+@pytest.mark.parametrize(
+    ("transport", "key_ranges"), [("direct", 1), ("direct", 4), ("relay", 1), ("relay", 4)]
+)
+def test_padded_exchanges_put_on_the_wire_what_the_transports_do(transport, key_ranges) -> None:
+    """All four exchanges against `routing.wire_bytes`, which counts a rank's block for itself as well."""
+    heads, servers = HeadShape(4, 4, 128), 8
+    pool = Pool(Wire(analytic(DEVICES["h200"]), servers, 8), 8192, heads, 8 * 8192)
+    plan = plan_documents(
+        np.array([60_000, 5536]), servers=servers, tokens_per_server=8192, num_q_heads=4,
+        num_kv_heads=4, head_dim=128, tolerance=0.05, transport="ragged", key_ranges=key_ranges,
+    )  # fmt: skip
+    needed = required_capacities(plan, transport)
+    assert (needed.partials > 1) == (key_ranges > 1)
+    work = planned_work(plan, pool, transport)
+    exchanges = work.dispatch, work.combine, work.dispatch_backward, work.combine_backward
+    for exchange, sent in zip(exchanges, wire_bytes(needed, servers, heads), strict=True):
+        np.testing.assert_allclose(exchange.bytes, sent * (servers - 1) / servers)
+        assert min(float(hop.min()) for hop in exchange.hops) > DEVICES["h200"].hop_latency_s
 
 
 def test_gathered_keys_count_their_bytes() -> None:

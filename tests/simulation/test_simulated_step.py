@@ -11,12 +11,14 @@ from cad_jax.sharding.capacities import home_capacities
 from cad_jax.sharding.cost import DEVICES, ModelShape, model_shape
 from cad_jax.sharding.cost_model import CostModel, Link, analytic, layer_weights
 from cad_jax.sharding.tasks import HeadShape
+from cad_jax.simulation.candidates import Candidate, Trials
 from cad_jax.simulation.memory import Memory, memory
 from cad_jax.simulation.published import plan_published
 from cad_jax.simulation.setting import Setting, StepResult, model_flops
 from cad_jax.simulation.step import Overlap, pooled_step, pooled_works, stage_step, stage_works
 from cad_jax.simulation.strategies import (
     Pool,
+    Transport,
     head_tail_seconds,
     head_tail_tasks,
     plan,
@@ -27,7 +29,14 @@ from cad_jax.simulation.strategies import (
 from cad_jax.simulation.wlb import best_wlb_step, pack_by_work, wlb_step
 from cad_jax.simulation.work import MovedRows, Wire, exact_exchanges, moved_rows
 from experiments.figures.common import KIB, Row, cad_step, published_costs
-from experiments.figures.with_pipeline import LOSING, Division, baseline, documents, planned
+from experiments.figures.with_pipeline import (
+    LOSING,
+    Division,
+    Packing,
+    baseline,
+    documents,
+    planned,
+)
 
 SMALL = ModelShape("small", 4, 512, 8, 2, 64, 1024, 1000)
 T = 2048
@@ -150,6 +159,21 @@ def test_model_flops_by_hand() -> None:
     assert model_flops(setting(1), [[n]]) == pytest.approx(4 * layer)
     head = 6 * 1000 * 512 * 8
     assert model_flops(setting(1, head=True), [[n]]) == pytest.approx(4 * layer + head)
+
+
+def test_keys_are_divided_for_the_transport_that_carries_them() -> None:
+    """Ragged exchanges then carry fewer bytes; relays, which send a key to many servers for little more than to
+    one, keep whole prefixes."""
+    at = setting(16)
+    steps = [[[np.array([8 * T, *[T // 4] * 32])] * 2]]
+    trials = Trials(at, steps, 2 * T, 16 * T)
+
+    def sent(transport: Transport, key_ranges: int) -> float:
+        candidate = Candidate("cad", "pingpong", transport, 0.05, "measured", key_ranges)
+        return trials.outcome(candidate).wire_bytes_mean
+
+    assert sent("ragged", 8) < 0.8 * sent("ragged", 1)
+    assert sent("relay", 8) == sent("relay", 1)
 
 
 def test_exchanges_by_hand() -> None:
@@ -316,7 +340,11 @@ def test_best_division_is_in_memory() -> None:
     lengths = [np.array([8 * T]), np.full(8, T)]
     at = setting(8)
     best = best_wlb_step(at, lengths)
-    every = [wlb_step(at, lengths, cp=cp) for cp in (1, 2, 4, 8)]
+    every = [
+        wlb_step(replace(at, gather_again=again), lengths, cp=cp)
+        for again in (False, True)
+        for cp in (1, 2, 4, 8)
+    ]
     assert best.step_s == min(r.step_s for r in every)
     least = min(every, key=lambda r: r.memory.total)
     assert best_wlb_step(at, lengths, memory_bytes=1.0).strategy == least.strategy
@@ -370,16 +398,18 @@ def test_published_idle_shares() -> None:
 
 
 def test_published_losing_point() -> None:
-    """8B, 16 nodes, 512K, ProLong: a loss where the baseline may do without stages, within 10% of 0.985
-    in any case."""
+    """8B, 16 nodes, 512K, ProLong: a loss, on average, where neither has stages. 0.985 was published."""
     at = LOSING.setting(published_costs())
-    (chunks,) = documents(LOSING, "prolong", 1)
-    ours = planned(at, LOSING, chunks, Division(2, 1, 4), "published", 0.15).step_s
-    without = min(baseline(at, chunks, (1, cp, m), 1.0).step_s for cp in (4, 8) for m in (2, 4))
-    staged = min(baseline(at, chunks, (2, 8, m), 1.0).step_s for m in (8, 16))
-    assert without / ours < 1
-    assert without / ours == pytest.approx(0.985, rel=0.1)
-    assert staged / ours == pytest.approx(0.985, rel=0.1)
+    ours = theirs = 0.0
+    for chunks in documents(LOSING, "prolong", 4):
+        ours += planned(at, LOSING, chunks, Division(1, 2, 2), "published", 0.15).step_s
+        theirs += min(
+            baseline(at, chunks, Packing(1, cp, m, again), 1.0).step_s
+            for cp in (4, 8, 16)
+            for m in (1, 2, 4)
+            for again in (False, True)
+        )
+    assert 0.95 < theirs / ours < 1
 
 
 def test_llama_shapes_are_the_published_ones() -> None:
