@@ -96,6 +96,27 @@ def test_stages_that_share_nothing_take_as_many_ticks(pp: int, microbatches: int
     assert figures["bubble"] == pytest.approx((pp - 1) / (microbatches + pp - 1))
 
 
+def slow_between_stages() -> CostModel:
+    """1 GB/s, and no latency: exchanges of nothing take no time."""
+    return replace(COSTS, between_nodes=Link(1e9, 0.0), within_node=Link(np.inf, 0.0))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_rows_to_the_next_stage_take_time(pp: int) -> None:
+    """One microbatch by dataflow: P ticks of each phase and P - 1 ways between them, bf16 rows of 2 T tokens.
+    In lockstep a way follows every tick."""
+    at = setting(2 * pp, pp, slow_between_stages())
+    nothing = [[np.zeros(0, np.int64)] * 2]
+    way_s = 2 * T * SMALL.embedding_dim * 2 / 1e9
+    layers_s = at.layers * 2 * linear_layer_s()
+    works = stage_works(at, nothing, strategy="home", tokens=T)
+    result = stage_step(at, nothing, works, tokens=T)
+    assert result.step_s == pytest.approx(pp * 3 * layers_s + 2 * (pp - 1) * way_s)
+    assert way_s > 0.1 * layers_s
+    lockstep = cad(at, nothing, overlap="signal")
+    assert lockstep.step_s == pytest.approx(pp * 3 * layers_s + 2 * pp * way_s)
+
+
 def test_the_head_is_masked_only_where_there_is_no_loss() -> None:
     """Lockstep: M of the M + P - 1 B ticks have a loss, which all stages share, idle ones too."""
     nothing = [[np.zeros(0, np.int64)] * 2 for _ in range(3)]
