@@ -249,9 +249,11 @@ def launch(config: RunConfig, resume: bool = False, console: Console | None = No
         data_state = data.state()
         prefetcher = Prefetcher(feed.make)
         resources.callback(prefetcher.close)
-        metrics = None
-        if jax.process_index() == 0:
-            metrics = MetricsLog(folder, resume_step=step if resume else None)
+        first = jax.process_index() == 0
+        metrics = together(
+            lambda: MetricsLog(folder, resume_step=step if resume else None) if first else None
+        )
+        if metrics is not None:
             resources.callback(metrics.close)
         loop = Loop(
             config=config,

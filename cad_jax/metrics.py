@@ -54,17 +54,32 @@ PLAIN_LINES = 60  # about so many lines for a run that is not watched on a termi
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a last line cut short by a crash is left out."""
+    """The lines of a run's metrics.jsonl; a last line cut short by a crash is left out.
+
+    Raises:
+        ValueError: another line is no record; a resumed run would drop what comes after it.
+    """
     path = folder / METRICS_FILE
     if not path.exists():
         return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    lines = path.read_text(errors="replace").split("\n")
+    records = [_record(line) for line in lines]
+    whole = records.index(None) if None in records else len(records)
+    if any(line.strip() for line in lines[whole + 1 :]):
+        raise ValueError(
+            f"{path}, line {whole + 1}: a line must be the record of a step, got {lines[whole][:40]!r}: remove "
+            "that line, or move the file away"
+        )
+    return [record for record in records[:whole] if record is not None]
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """None where the line is not the whole record of a step."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 class MetricsLog:

@@ -31,8 +31,12 @@ def check_folder(folder: Path, resume: bool) -> None:
             "add --resume to continue it, or name another with --folder"
         )
     written = CONFIG_FILE, METRICS_FILE, EVENTS, CHECKPOINTS, *PLOTS
+    lock = folder / LOCK_FILE
+    of_run = lock.is_file() and lock.stat().st_size == 0  # a run's own lock holds nothing
+    if lock.exists() and not of_run:
+        written = *written, LOCK_FILE
     others = [name for name in written if (folder / name).exists()]
-    if others and not (folder / LOCK_FILE).exists() and not _has_results(folder):
+    if others and not of_run and not _has_results(folder):
         raise ValueError(
             f"the run folder {folder} holds {', '.join(others)}, which no run of cad-jax left there, and a "
             "run would write over; name another with --folder"
@@ -57,7 +61,7 @@ def open_folder(folder: Path, resume: bool) -> IO[str]:
     check_folder(folder, resume)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_FILE).open("w")
+        lock = (folder / LOCK_FILE).open("a")
     except OSError as error:
         raise ValueError(
             f"the run folder {folder} cannot be written ({error.strerror}); name another with "

@@ -12,7 +12,7 @@ from rich.console import Console
 from cad_jax.checkpoint import COMMIT_FILE
 from cad_jax.metrics import FIELDS, MetricsLog, Reporter, read_metrics
 from cad_jax.processes import ProcessConfig, start_devices
-from cad_jax.run_folder import CHECKPOINTS, begins_anew, check_folder
+from cad_jax.run_folder import CHECKPOINTS, begins_anew, check_folder, open_folder
 from cad_jax.sharding.mesh import make_mesh
 from cad_jax.train import Loop, StopRequest
 from tests.tiny_runs import tiny_config
@@ -44,6 +44,26 @@ def test_resume_drops_later_lines_only(tmp_path) -> None:
     MetricsLog(tmp_path, resume_step=2).close()
     assert written_steps(tmp_path / "metrics.jsonl") == [1, 2]
     assert not list(tmp_path.glob("metrics_*"))
+
+
+@pytest.mark.parametrize("line", ["{}", "null", '{"step": 2, "lo', "\udcff"])
+def test_a_damaged_line_costs_no_others(tmp_path, line: str) -> None:
+    """A crash cuts the last line short; whoever resumes must not lose what follows another."""
+    path = tmp_path / "metrics.jsonl"
+    damaged = f'{{"step": 1}}\n{line}\n'.encode(errors="surrogateescape")
+    path.write_bytes(damaged)
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    path.write_bytes(damaged + b'{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"line 2: .* remove that line"):
+        MetricsLog(tmp_path, resume_step=3)
+    assert path.read_bytes() == damaged + b'{"step": 3}\n'
+
+
+def test_a_lock_of_others_is_not_emptied(tmp_path) -> None:
+    (tmp_path / "lock").write_text("mine")
+    with pytest.raises(ValueError, match="holds lock, which no run of cad-jax left there"):
+        open_folder(tmp_path, resume=False)
+    assert (tmp_path / "lock").read_text() == "mine"
 
 
 def test_only_damaged_checkpoints_are_not_a_new_start(tmp_path) -> None:

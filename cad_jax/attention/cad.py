@@ -179,7 +179,8 @@ def core_attention(
 
     Tokens are sharded over the mesh axes pp and dp, heads over tp. With fewer key heads than tp
     ranks every rank gets a copy of the one it needs; the gradients of the copies add up. Padding may
-    hold anything; documents must be finite: NaN in one reaches others that share a kernel tile.
+    hold anything; documents must be finite: NaN in one reaches others on its servers. There are first
+    derivatives alone: a derivative of the gradient raises NotImplementedError.
 
     Args:
       q: [S * T, H, D], documents laid end to end, padding last; S is pp * dp of the mesh.

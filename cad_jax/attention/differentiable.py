@@ -50,6 +50,20 @@ def _named_forward(way: Way, settings: Settings, q, k, v, tables):
     return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _gradients(way: Way, settings: Settings, q, k, v, out, lse, d_out, tables: Any):
+    return way.backward(settings, q, k, v, out, lse, d_out, tables)
+
+
+@_gradients.defjvp
+def _refuse_second_derivatives(way, settings, primals, tangents):
+    # Rows travel as integers of the same bits, and derivatives end there: they would come out as zeros.
+    raise NotImplementedError(
+        "core attention has first derivatives alone, and a derivative of its gradient was asked for: put "
+        "jax.lax.stop_gradient around the inner gradient, or use a dense attention where second ones are needed"
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(way: Way, settings: Settings, q, k, v, tables: Any) -> jax.Array:
     """q [T, H, D], k, v [T, K, D] -> out [T, H, D], differentiable in q, k and v."""
@@ -63,7 +77,7 @@ def _attend_fwd(way, settings, q, k, v, tables):
 
 def _attend_bwd(way, settings, residuals, d_out):
     q, k, v, out, lse, tables = residuals
-    return *way.backward(settings, q, k, v, out, lse, d_out, tables), None
+    return *_gradients(way, settings, q, k, v, out, lse, d_out, tables), None
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
@@ -81,7 +95,7 @@ def _attend_saved_fwd(way, settings, q, k, v, out, lse, tables):
 
 def _attend_saved_bwd(way, settings, residuals, d_out):
     q, k, v, out, lse, tables = residuals
-    gradients = way.backward(settings, q, k, v, out, lse, d_out, tables)
+    gradients = _gradients(way, settings, q, k, v, out, lse, d_out, tables)
     return *gradients, jnp.zeros_like(out), jnp.zeros_like(lse), None
 
 

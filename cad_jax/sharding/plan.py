@@ -7,6 +7,7 @@ Shape letters: T tokens per server, S servers, N documents, n tasks.
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ class Plan:
     starts: np.ndarray = None  # pyright: ignore[reportAssignmentType] # end to end
 
     def __post_init__(self):
+        self._check_scalars()
         lengths = np.array(self.lengths, np.int64)
         tasks = sort_tasks(np.array(self.tasks, np.int64).reshape(-1, len(TASK_FIELDS)))
         starts = document_starts(lengths) if self.starts is None else self.starts
@@ -67,6 +69,28 @@ class Plan:
         for name, array in (("lengths", lengths), ("tasks", tasks), ("starts", starts)):
             array.flags.writeable = False
             object.__setattr__(self, name, array)
+
+    def _check_scalars(self) -> None:
+        """Plans come from files and from planners of people's own."""
+        kinds = {"heads": HeadShape, "capacities": Capacities}
+        counts = {"servers": 1, "tokens_per_server": 1, "fallback_tasks": 0}
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ValueError(
+                    f"{name} of a plan must be a cad_jax.{kind.__name__}, got {value!r}: pass one"
+                )
+        for name, least in counts.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or not least <= value < 2**31:
+                raise ValueError(
+                    f"{name} of a plan must be a whole number from {least} to {2**31 - 1}, got {value!r}: correct it"
+                )
+        if not (
+            isinstance(self.tolerance, int | float | np.number) and 0 <= self.tolerance < math.inf
+        ):
+            raise ValueError(
+                f"tolerance of a plan must be a finite number, at least 0, got {self.tolerance!r}: correct it"
+            )
 
     # Figures.
 
@@ -218,7 +242,9 @@ class Plan:
                 fallback_tasks=saved["fallback_tasks"],
                 starts=saved.get("starts"),  # plans of documents end to end may lack it
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError,
+        ) as error:  # fmt: skip # whatever a file that was edited by hand may hold
             raise ValueError(
                 f"{path} is not a saved plan ({type(error).__name__}: {error}): plan again and "
                 "write it with Plan.save"

@@ -38,9 +38,10 @@ class HeadShape:
 
     def __post_init__(self):
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}: pass the heads of one "
+                    f"{name} must be a whole number, at least 1, got {getattr(self, name)}: pass the heads of one "
                     "device"
                 )
         if self.num_q_heads % self.num_kv_heads:
@@ -101,9 +102,17 @@ class Capacities:
                 f"transport must be one of {', '.join(TRANSPORT_HOPS)}, got {self.transport!r}"
             )
         for name, value in self.items():
-            if np.any(np.asarray(value) < 0):
-                raise ValueError(f"capacity {name} must not be negative, got {value}")
-            if isinstance(value, tuple) and len(value) != len(self._parts(name)):
+            several = name.endswith("_units") or name in ("dispatch_runs", "output_runs")
+            values = value if isinstance(value, tuple) else (value,)
+            if not all(isinstance(v, int | np.integer) and v >= 0 for v in values):
+                raise ValueError(
+                    f"capacity {name} must be whole numbers, not negative, got {value}"
+                )
+            if (
+                isinstance(value, tuple) != several
+                or several
+                and len(values) != len(self._parts(name))
+            ):
                 raise ValueError(
                     f"capacity {name} needs {len(self._parts(name))} values for transport "
                     f"{self.transport!r}, got {value}"

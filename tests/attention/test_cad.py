@@ -358,3 +358,24 @@ def test_slips_of_the_caller_are_refused():
     with pytest.raises(ValueError, match="floating point, got int32: cast them"):
         integers = (x.astype(jnp.int32) for x in (q, k, k))
         cad_jax.core_attention(*integers, plan.arrays(), mesh=mesh)
+
+
+@pytest.mark.parametrize("way", ["forward over reverse", "reverse over reverse"])
+def test_second_derivatives_are_refused(way: str) -> None:
+    """Traced alone: rows travel as integers, through which a derivative would be zero and nobody told."""
+    plan = cad_jax.plan_documents(
+        [300], servers=2, tokens_per_server=256, num_q_heads=2, num_kv_heads=1, head_dim=8
+    )
+    q, k = jnp.zeros((512, 2, 8)), jnp.zeros((512, 1, 8))
+    mesh = make_mesh(dp=2)
+
+    def loss(q):
+        return jnp.sum(cad_jax.core_attention(q, k, k, plan.arrays(), mesh=mesh) ** 2)
+
+    def second(q):
+        if way == "forward over reverse":
+            return jax.jvp(jax.grad(loss), (q,), (q,))[1]
+        return jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))(q)
+
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        jax.eval_shape(second, q)

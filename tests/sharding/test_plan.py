@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -282,3 +283,36 @@ def test_capacities_from_plans_hold_the_plans(plan):
         capacities_from_plans(plans, 101)
     with pytest.raises(ValueError, match="must share servers"):
         capacities_from_plans([plan, dataclasses.replace(plan, servers=5)])
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("servers",), 4.0),
+        (("servers",), 0),
+        (("servers",), 2**70),
+        (("tokens_per_server",), "256"),
+        (("tolerance",), math.nan),
+        (("fallback_tasks",), None),
+        (("documents", 0), 2**70),
+        (("heads", "head_dim"), 8.0),
+        (("capacities",), []),
+        (("capacities", "query_rows"), 700.5),
+        (("capacities", "dispatch_units"), 7),
+        (("capacities", "query_rows"), [7]),
+    ],
+)
+def test_a_file_edited_by_hand_is_refused_as_such(place, value, tmp_path) -> None:
+    """Not by whatever stumbles over it first."""
+    path = tmp_path / "plan.json"
+    plan_documents(
+        [300], servers=4, tokens_per_server=256, num_q_heads=4, num_kv_heads=1, head_dim=8
+    ).save(path)
+    saved = json.loads(path.read_text())
+    inner = saved
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=rf"{path} is not a saved plan"):
+        Plan.load(path)
