@@ -224,7 +224,7 @@ def test_drawn_steps_hold_long_documents_as_often_as_the_data() -> None:
 def test_of_equal_outcomes_the_preferred_one() -> None:
     """Within the tie, by preference; beyond it, by seconds alone."""
     made = [
-        Outcome(Candidate("cad", tolerance=tolerance), seconds, *([0.0] * 8))
+        Outcome(Candidate("cad", tolerance=tolerance), seconds, *([0.0] * 8), each_step_s=())
         for tolerance, seconds in ((0.01, 1.0), (0.02, 1.0009), (0.05, 1.002), (0.1, 0.9995))
     ]
 
