@@ -243,8 +243,8 @@ def context_text(advice: Advice) -> str:
 
 
 def repetition_text(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> str | None:
-    """How often documents come where the steps need more than there are, or those before them, which
-    fill the packing, and they together; None where they do not."""
+    """How often documents come where the steps need more than there are, and that they may come twice where
+    what `draw_steps` packs before them, and holds back, needs more; None where neither does."""
     microbatches, drawn = advice.steps * args.step_microbatches, advice.drawn_tokens
     simulated = f"{microbatches} simulated microbatches"
     return shortage(
@@ -252,8 +252,8 @@ def repetition_text(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> st
         f"every document comes {drawn / int(lengths.sum()):.2f} times on average, in other orders; with more "
         "documents steps would differ more",
     ) or shortage(
-        args.lengths, lengths, 2 * drawn, f"{simulated} and as many packed before them",
-        "a document may come twice",
+        args.lengths, lengths, 2 * drawn + drawn // advice.steps,
+        f"{simulated} and those packed before them or held back", "a document may come twice",
     )  # fmt: skip
 
 
