@@ -243,13 +243,34 @@ def context_text(advice: Advice) -> str:
 
 
 def repetition_text(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> str | None:
-    """How often documents come where the steps need more than there are; None where they do not."""
+    """How often documents come where the steps need more than there are, and that they may come twice where
+    what `draw_steps` packs before them, and holds back, needs more; None where neither does."""
     microbatches, drawn = advice.steps * args.step_microbatches, advice.drawn_tokens
+    simulated = f"{microbatches} simulated microbatches"
     return shortage(
-        args.lengths, lengths, drawn, f"{microbatches} simulated microbatches",
+        args.lengths, lengths, drawn, simulated,
         f"every document comes {drawn / int(lengths.sum()):.2f} times on average, in other orders; with more "
         "documents steps would differ more",
+    ) or shortage(
+        args.lengths, lengths, 2 * drawn + drawn // advice.steps,
+        f"{simulated} and those packed before them or held back", "a document may come twice",
     )  # fmt: skip
+
+
+def sample_text(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> str:
+    """How much of the documents the verdict rests on, and how it differs from step to step."""
+    judged, share = advice.verdict, advice.drawn_tokens / int(lengths.sum())
+    held = f"{share:.1%} of" if share <= 1 else f"{share:.2f} times"
+    least, most = min(judged.gains), max(judged.gains)
+    steps = "1 step" if advice.steps == 1 else f"{advice.steps} steps"
+    gained = f"{least:z.1%}" + f" to {most:z.1%}, step by step" * (advice.steps > 1)
+    text = (
+        f"simulated: {steps} with {held} the tokens of {args.lengths}; cad's gain over "
+        f"{judged.alternative.candidate.strategy}: {gained}"
+    )
+    if least <= args.margin < most and judged.reasons not in (("one_rank",), ("memory",)):
+        text += f"; the margin of {100 * args.margin:.3g}% lies between: other steps (--seed, --steps) may change the verdict"
+    return text
 
 
 def advised(advice: Advice) -> Outcome:
@@ -280,14 +301,17 @@ def train_flags(advice: Advice, args: AdviseArgs) -> str:
 def train_text(advice: Advice, args: AdviseArgs) -> str:
     """The same as a command, where a recipe has the model's sizes."""
     flags, recipe = train_flags(advice, args), RECIPES.get(args.model)
+    strategy, before = advised(advice).candidate.strategy, ""
+    if "packing" in advice.verdict.reasons:
+        before = f"cad_jax cannot run packing; what follows is its own fastest, {strategy}\n"
     if recipe is None:
-        return f"arguments for cad-jax train RECIPE, where the recipe has the sizes of {args.model}:\n{flags}"
+        return f"{before}arguments for cad-jax train RECIPE, where the recipe has the sizes of {args.model}:\n{flags}"
     nodes, each, processes = advice.topology.nodes, "", ""
     if nodes > 1:
         each = f" on each of the {nodes} nodes, I from 0 to {nodes - 1},"
         processes = f" --processes {nodes} --coordinator HOST:PORT --process-id I"
     return (
-        f"to train so,{each} with your JSON lines for data/*.jsonl and the model's tokenizer for tokenizer.json:\n"
+        f"{before}to train with {strategy},{each} with your JSON lines for data/*.jsonl and the model's tokenizer for tokenizer.json:\n"
         f"cad-jax train {recipe} --data.paths 'data/*.jsonl' --data.tokenizer tokenizer.json {flags}{processes}"
     )
 
@@ -326,6 +350,9 @@ def figures(advice: Advice, args: AdviseArgs, lengths: np.ndarray) -> dict[str, 
             "use_cad": judged.use_cad,
             "reasons": list(judged.reasons),
             "gain": judged.gain,
+            "gain_of_each_step": list(judged.gains),
+            "least_gain": min(judged.gains),
+            "most_gain": max(judged.gains),
             "margin": args.margin,
             "best": plain(judged.best),
             "alternative": plain(judged.alternative),
@@ -360,6 +387,7 @@ def run(args: AdviseArgs, console: Console | None = None) -> Advice:
         )
     console.print(context_text(advice), highlight=False)
     console.print(advice.verdict.text, highlight=False)
+    console.print(sample_text(advice, args, lengths), highlight=False, markup=False)
     if advised(advice).memory_bytes <= advice.topology.usable_bytes:
         console.print(train_text(advice, args), highlight=False, soft_wrap=True)
     if args.json is not None:

@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
     bubble: of the schedule, share of ticks. idle: all time without work of its own, exposed communication
     included. attention: share of attention in all compute. attention_max_over_mean: seconds of the ranks'
-    attention over a step. memory_bytes: estimated, of a device.
+    attention over a step. memory_bytes: estimated, of a device. each_step_s: seconds, step by step.
     """
 
     candidate: Candidate
@@ -72,6 +72,7 @@ class Outcome(NamedTuple):
     attention_max_over_mean: float
     wire_bytes_mean: float
     memory_bytes: float
+    each_step_s: tuple[float, ...]
 
 
 def draw_steps(
@@ -139,7 +140,7 @@ class Trials:
         return Outcome(
             candidate, mean("step_s"), mean("mfu"), mean("exposed_communication"), mean("idle"),
             mean("bubble"), attention / (attention + linear), mean("attention_max_over_mean"),
-            mean("wire_bytes_mean"), memory_bytes,
+            mean("wire_bytes_mean"), memory_bytes, tuple(f["step_s"] for f in figures),
         )  # fmt: skip
 
     def largest_context(self, strategy: Strategy, usable_bytes: float) -> int:
