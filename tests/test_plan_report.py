@@ -14,7 +14,7 @@ from rich.console import Console
 from cad_jax import metrics, plan_plot, pool_limits, schedule_report
 from cad_jax.lengths_report import read_lengths
 from cad_jax.plan_args import PlanArgs
-from cad_jax.plan_report import first_tokens, paddings, run
+from cad_jax.plan_report import first_tokens, padding, run
 from cad_jax.pool_limits import available_bytes, planning_bytes
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.cost_model import from_csv, shipped
@@ -167,8 +167,11 @@ def test_padding_is_said(tmp_path):
         in text.getvalue()
     )
     step = PlanArgs(lengths, servers=4, tokens_per_server=128, pp=2, microbatches=5)
-    (said,) = paddings(step, np.array([900, 17]))
-    assert "the 1,280 of a step of 5 microbatches of 2 ranks x 128: the rest is padding" in said
+    said = padding(step, np.array([900, 17]))
+    assert (
+        said is not None
+        and "the 1,280 of a step of 5 microbatches of 2 ranks x 128: the rest is padding" in said
+    )
 
 
 def test_the_longest_documents_axis_has_all_ranks(tmp_path, monkeypatch):
@@ -180,7 +183,7 @@ def test_the_longest_documents_axis_has_all_ranks(tmp_path, monkeypatch):
         num_kv_heads=1, head_dim=64, tolerance=0.5,
     )  # fmt: skip
     assert plan.tasks[plan.tasks[:, 0] == 0][:, -2:].max() < 2
-    plan_plot.plot(plan, tmp_path / "plan.png")
+    plan_plot.plot(plan, tmp_path / "plan.png", "a title")
     (axes,) = (axes for axes in drawn[0].axes if "longest document" in axes.get_title())
     assert min(axes.get_ylim()) < 0 and max(axes.get_ylim()) > 7
 
