@@ -174,7 +174,7 @@ def padding(args: PlanArgs, lengths: np.ndarray) -> str | None:
 
 def title_of(args: PlanArgs, plan: Plan, tick: TickPlan | None) -> str:
     """Of table and picture: what was planned, of whose documents, by whom."""
-    what = "Plan: " if tick is None else f"Plan of {tick.name}\n"
+    what = "Plan: " if tick is None else f"Plan of the step's heaviest tick, {tick.name}\n"
     planner = "cad_jax.plan_documents" if args.planner is None else args.planner
     return (
         f"{what}{args.model}, {plan.servers} servers x {plan.tokens_per_server:,} tokens, documents of "

@@ -20,7 +20,7 @@ from cad_jax.simulate_args import SimulateArgs
 from cad_jax.simulate_steps import Simulation, cost_model, simulate, usable_bytes
 from cad_jax.simulation.advice import TOLERANCES
 from cad_jax.simulation.averages import Averages, transports_of
-from cad_jax.simulation.trace import plot_timeline, write_trace
+from cad_jax.simulation.trace import plot_timeline, unit_of, write_trace
 
 GIB = 2**30
 
@@ -43,16 +43,19 @@ def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
         padding=(0, 0, 0, 1),
     )
 
-    def digits(seconds: float, number: int) -> str:
-        return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.{number}g}"
+    each, unit = unit_of(rows[0].step_s)
 
-    def seconds(row: Averages) -> str:
+    def digits(seconds: float, number: int) -> str:
+        value = seconds / each
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.{number}g}"
+
+    def length(row: Averages) -> str:
         least, most = (digits(s, 3) for s in row.range_s)
         return digits(row.step_s, 4) + ("" if one else f"\n{least}-{most}")
 
     columns: dict[str, Callable[[Averages, dict[str, float]], str]] = {
         "strategy": lambda r, f: f"{r.name}\n{r.detail}".rstrip(),
-        "s": lambda r, f: seconds(r),
+        unit: lambda r, f: length(r),
         "ratio": lambda r, f: f"{r.step_s / rows[0].step_s:.3f}",
         "MFU": lambda r, f: "-" if math.isnan(f["mfu"]) else f"{f['mfu']:.1%}",
         "ex-\nposed": lambda r, f: f"{f['exposed_communication']:.1%}",
@@ -78,8 +81,8 @@ def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
     )
     result.caption = (
         "under a name: its transport and tolerance, or replicas; "
-        f"{'' if one else 'under s: shortest and longest step; '}"
-        f"ratio: seconds over {rows[0].name}'s; idle: share of all rank-seconds without work of a rank's "
+        f"{'' if one else f'under {unit}: shortest and longest step; '}"
+        f"ratio: time over {rows[0].name}'s; idle: share of all rank-seconds without work of a rank's "
         f"own; exposed: of them, on the network; {bubble if args.pp > 1 else ''}"
         f"sent: GiB of a device, in bfloat16; held: GiB of its memory{beyond}, derived, of published and wlb as those "
         f"systems keep it; kernel times {label}; MFU counts causal FLOPs, backward 2 times (linear) and "

@@ -70,7 +70,7 @@ class TickPlan(NamedTuple):
     def name(self) -> str:
         """In words."""
         held = ", ".join("none" if m == IDLE else str(m) for m in self.microbatches)
-        return f"tick {self.phase}{self.tick}, nano-batch {self.nano} (microbatch of each stage: {held})"
+        return f"{self.phase}{self.tick}, nano-batch {self.nano} (microbatch of each stage: {held})"
 
 
 @dataclass(frozen=True)
