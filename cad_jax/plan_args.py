@@ -21,6 +21,7 @@ ONE_PLAN = (
     "speeds",
     "profile",
     "device",
+    "repeat",
 )
 STEP = ("microbatches", "virtual_stages", "tp", "pingpong")
 
@@ -71,7 +72,7 @@ class PlanArgs:
     pieces went (PNG)."""
     pp: int = 1
     """Pipeline stages among which the servers are divided; above 1 a whole step is planned tick by
-    tick, and its seconds are predicted."""
+    tick, and its seconds are predicted. The plan that is shown, drawn and written is that of the tick with most work."""
     microbatches: int = 8
     """Microbatches of that step."""
     virtual_stages: int = 1

@@ -28,10 +28,10 @@ INCHES_PER_SERVER = 0.18
 MAX_CELLS = 128  # along one side of who serves whom
 
 
-def plot(plan: Plan, path: str | Path, shares: np.ndarray | None = None) -> None:
-    """Writes the three as PNG. shares: float64 [S], pairs that each server should have, by default the mean."""
+def plot(plan: Plan, path: str | Path, title: str, shares: np.ndarray | None = None) -> None:
+    """Writes the three as PNG. title: of the whole. shares: float64 [S], pairs that each server should have, by default the mean."""
     width = float(np.clip(2 + INCHES_PER_SERVER * plan.servers, *WIDTHS))
-    figure = Figure(figsize=(width, 8.6), layout="constrained")
+    figure = Figure(figsize=(width, 9.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplot_mosaic(
         "AA;BC", width_ratios=[1, max(1.0, (width - 6.5) / 5.0)], height_ratios=[1, 1.5]
@@ -39,7 +39,8 @@ def plot(plan: Plan, path: str | Path, shares: np.ndarray | None = None) -> None
     _draw_work(axes["A"], plan, shares)
     _draw_moves(axes["B"], plan)
     _draw_longest(axes["C"], plan)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)  # never over a bar
+    # Never over a bar, nor over the title.
+    figure.legend(loc="outside upper center", ncols=3, frameon=False, title=title)
     figure.savefig(path, dpi=130, format="png")
 
 
@@ -81,7 +82,8 @@ def _draw_moves(axes: Axes, plan: Plan) -> None:
         interpolation="nearest", extent=(-0.5, edge, edge, -0.5),
     )  # fmt: skip
     axes.set_title(
-        f"who serves whom\n{moved.sum() / total:.0%} of the pairs leave home", fontsize=10
+        f"who serves whom\n{moved.sum() / total:.0%} of the pairs leave home; what stays, the diagonal, is left out",
+        fontsize=10,
     )
     axes.set_xlabel("server" if group == 1 else f"server, {group} in a cell")
     axes.set_ylabel("home rank")

@@ -15,6 +15,7 @@ from rich.table import Table
 from cad_jax import schedule_report
 from cad_jax.command_line import writing
 from cad_jax.lengths_report import read_lengths, shortage
+from cad_jax.pipeline.prediction import TickPlan
 from cad_jax.plan_args import PlanArgs
 from cad_jax.plan_plot import plot
 from cad_jax.pool_limits import check_memory
@@ -111,15 +112,13 @@ def report(plan: Plan, seconds: Sequence[float], judge: Judge) -> dict[str, Any]
     }
 
 
-def table(plan: Plan, figures: dict, model: str) -> Table:
-    """The figures for people."""
+def table(plan: Plan, figures: dict, title: str, tp: int = 1) -> Table:
+    """The figures for people. tp: devices that share a server's heads, of which bytes are one's."""
     peak = DEVICES["h200"].peak_flops
     assert peak is not None
     home, planned = plan.home_loads(), plan.loads()
     tokens = int(plan.lengths.sum())
-    result = Table(
-        title=f"Plan of {plan.servers} servers x {plan.tokens_per_server} tokens, {model}"
-    )
+    result = Table(title=title)
     result.add_column("figure")
     result.add_column("home", justify="right")
     result.add_column("planned", justify="right")
@@ -151,7 +150,8 @@ def table(plan: Plan, figures: dict, model: str) -> Table:
     for transport, wire in figures["wire_bytes"].items():
         result.add_row(f"MiB on the wire, {transport}", "", mib(wire))
     result.add_row("planning, ms (median)", "", f"{1e3 * figures['plan_s_median']:.1f}")
-    result.caption = "bytes: a server, one forward of one layer, bf16"
+    of = "a server" if tp == 1 else "a device of a server"
+    result.caption = f"bytes: {of}, one forward of one layer, bf16"
     if "kernel_times" in figures:
         result.caption += (
             "; predicted: attention of one layer, forward and backward, from kernel times "
@@ -160,28 +160,36 @@ def table(plan: Plan, figures: dict, model: str) -> Table:
     return result
 
 
-def paddings(args: PlanArgs, lengths: np.ndarray) -> list[str]:
-    """Of the plan and of the step, what to say where the documents do not fill it."""
+def padding(args: PlanArgs, lengths: np.ndarray) -> str | None:
+    """What to say where the documents do not fill the plan, or the step; None where they do."""
     servers, tokens = args.servers, args.tokens_per_server
-    of = {f"{servers} servers x {tokens:,}": servers * tokens}
+    what, slots = f"{servers} servers x {tokens:,}", servers * tokens
     if args.pp > 1:
-        step = (
+        what = (
             f"a step of {args.microbatches} microbatches of {servers // args.pp} ranks x {tokens:,}"
         )
-        of[step] = args.microbatches * (servers // args.pp) * tokens
-    said = (
-        shortage(args.lengths, lengths, n, what, "the rest is padding") for what, n in of.items()
+        slots = args.microbatches * (servers // args.pp) * tokens
+    return shortage(args.lengths, lengths, slots, what, "the rest is padding")
+
+
+def title_of(args: PlanArgs, plan: Plan, tick: TickPlan | None) -> str:
+    """Of table and picture: what was planned, of whose documents, by whom."""
+    what = "Plan: " if tick is None else f"Plan of the step's heaviest tick, {tick.name}\n"
+    planner = "cad_jax.plan_documents" if args.planner is None else args.planner
+    return (
+        f"{what}{args.model}, {plan.servers} servers x {plan.tokens_per_server:,} tokens, documents of "
+        f"{args.lengths.name}, planner {planner}"
     )
-    return [line for line in said if line is not None]
 
 
 def run(args: PlanArgs, console: Console | None = None) -> Plan:
-    """Plans, prints the table, writes JSON and plot where asked; returns the plan.
+    """Plans, prints the table, writes JSON and plot where asked; returns the plan, with stages that of the step's
+    heaviest tick.
 
     Raises ValueError for bad input, before anything is written.
     """
     console = console or Console()
-    shape = model_shape(args.model)
+    _ = model_shape(args.model)
     args.check()
     judge = Judge(
         None if args.profile is None else named_costs(DEVICES[args.device], args.profile),
@@ -190,7 +198,7 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     everything = read_lengths(args.lengths)
     lengths = first_tokens(everything, args.servers * args.tokens_per_server)
     check_memory(args.servers, len(lengths))
-    prediction = None
+    prediction, tick = None, None
     if args.pp > 1:
         with console.status(f"planning the ticks of a step over {args.servers} servers"):
             prediction = schedule_report.predict(
@@ -205,38 +213,14 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
                 model=args.model,
                 tolerance=args.tolerance,
             )
-
-    planner = plan_documents if args.planner is None else load_planner(args.planner)
-    options: dict[str, Any] = dict(
-        num_q_heads=shape.num_q_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-        tolerance=args.tolerance, key_ranges=args.key_ranges, node=args.node,
-        transport=None if args.transport == "auto" else args.transport,
-    )  # fmt: skip
-    # A planner of one's own need not know of what is not asked for.
-    options |= {} if judge.costs is None else {"cost_model": judge.costs}
-    options |= {} if judge.speeds is None else {"speeds": judge.speeds}
-
-    def timed(lengths: np.ndarray, servers: int, tokens: int) -> tuple[Plan, float]:
-        pool: dict[str, Any] = dict(servers=servers, tokens_per_server=tokens)
-        longest: dict[str, Any] = dict(max_document_tokens=max(int(lengths.max()), 1))
-        start = time.perf_counter()
-        cost = wire_cost(planner, **options, **pool, **longest)
-        order = place(lengths, args.placement, servers, tokens, cost)
-        plan = plan_with(planner, lengths[order], **options, **pool, **longest)
-        return plan, time.perf_counter() - start
-
-    # A run loads the compiled planner once: a small plan that moves work does so here.
-    warm = np.array([8 * TILE_ROWS])
-    plan_documents(
-        warm, servers=2, tokens_per_server=4 * TILE_ROWS, num_q_heads=2, num_kv_heads=1, head_dim=64,
-        key_ranges=args.key_ranges,
-    )  # fmt: skip
-    with console.status(f"planning {len(lengths)} documents over {args.servers} servers"):
-        runs = [timed(lengths, args.servers, args.tokens_per_server) for _ in range(args.repeat)]
-    plan = runs[0][0]
-    figures = report(plan, [plan_s for _, plan_s in runs], judge)
-    console.print(table(plan, figures, args.model))
-    for padded in paddings(args, everything):
+        tick = prediction.heaviest
+        plan, seconds = tick.plan, [tick.plan_s]
+    else:
+        with console.status(f"planning {len(lengths)} documents over {args.servers} servers"):
+            plan, seconds = timed_plans(args, lengths, judge)
+    figures, title = report(plan, seconds, judge), title_of(args, plan, tick)
+    console.print(table(plan, figures, title, args.tp))
+    if padded := padding(args, everything):
         console.print(padded, highlight=False, markup=False)
     if prediction is not None:
         console.print(schedule_report.table(prediction, args.model))
@@ -250,6 +234,38 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
         console.print(f"wrote {args.json}")
     if args.plot is not None:
         with writing(args.plot) as path:
-            plot(plan, path, judge.shares(plan))
+            plot(plan, path, title, judge.shares(plan))
         console.print(f"wrote {args.plot}")
     return plan
+
+
+def timed_plans(args: PlanArgs, lengths: np.ndarray, judge: Judge) -> tuple[Plan, list[float]]:
+    """The plan of these documents, and the seconds of each time that it was made."""
+    shape = model_shape(args.model)
+    planner = plan_documents if args.planner is None else load_planner(args.planner)
+    options: dict[str, Any] = dict(
+        servers=args.servers, tokens_per_server=args.tokens_per_server,
+        num_q_heads=shape.num_q_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+        max_document_tokens=max(int(lengths.max()), 1), tolerance=args.tolerance,
+        key_ranges=args.key_ranges, node=args.node,
+        transport=None if args.transport == "auto" else args.transport,
+    )  # fmt: skip
+    # A planner of one's own need not know of what is not asked for.
+    options |= {} if judge.costs is None else {"cost_model": judge.costs}
+    options |= {} if judge.speeds is None else {"speeds": judge.speeds}
+
+    def timed() -> tuple[Plan, float]:
+        start = time.perf_counter()
+        cost = wire_cost(planner, **options)
+        order = place(lengths, args.placement, args.servers, args.tokens_per_server, cost)
+        plan = plan_with(planner, lengths[order], **options)
+        return plan, time.perf_counter() - start
+
+    # A run loads the compiled planner once: a small plan that moves work does so here.
+    warm = np.array([8 * TILE_ROWS])
+    plan_documents(
+        warm, servers=2, tokens_per_server=4 * TILE_ROWS, num_q_heads=2, num_kv_heads=1, head_dim=64,
+        key_ranges=args.key_ranges,
+    )  # fmt: skip
+    runs = [timed() for _ in range(args.repeat)]
+    return runs[0][0], [plan_s for _, plan_s in runs]

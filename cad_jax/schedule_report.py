@@ -100,6 +100,7 @@ def figures(prediction: StepPrediction) -> dict[str, Any]:
         "efficiency": prediction.efficiency,
         "balanced_s": prediction.balanced_s,
         "plan_s": prediction.plan_s,
+        "heaviest_tick": prediction.heaviest.name,
         **{name: getattr(prediction, name)._asdict() for name in WAYS},
     }
 

@@ -7,20 +7,22 @@ from typing import Literal
 from cad_jax.command_line import check_number, check_outputs
 from cad_jax.pool_limits import MAX_MICROBATCHES, MAX_POOL_TOKENS, MAX_TOLERANCE, check_memory
 from cad_jax.sharding.cost import DEVICES
+from cad_jax.simulation.candidates import MAX_STEPS, enough_steps
 from cad_jax.simulation.causes import Name as Cause
 from cad_jax.simulation.named_costs import profile_file
 from cad_jax.simulation.step import Overlap
 from cad_jax.simulation.workloads import WORKLOADS
 
-Strategy = Literal["cad", "published", "home", "all_gather", "ring", "wlb"]
+Strategy = Literal["cad", "planner", "published", "home", "all_gather", "ring", "wlb"]
 PIPELINE_MICROBATCHES = 8  # where stages are asked for and microbatches are not
 MAX_HEADROOM = 1000
+MAX_SEED = 2**31
 BANDWIDTHS_GB_S = (1e-3, 1e6)
 
 
 @dataclass(frozen=True)
 class SimulateArgs:
-    """Simulates one training step, event by event, under each strategy. Everything printed is simulated."""
+    """Simulates training steps, event by event, under each strategy. Everything printed is simulated."""
 
     ranks: int
     """Ranks of the pool, all pipeline stages together; each is tp devices, and each a server (`plan` says
@@ -28,15 +30,20 @@ class SimulateArgs:
     tokens_per_rank: int
     """Tokens of a rank in a nano-batch (`plan` says --tokens-per-server); a microbatch has twice as many."""
     lengths: Path | None = None
-    """File with one document length in tokens a line, packed as in training, at least a whole step of
-    them; or give --workload."""
+    """File with one document length in tokens a line, from which steps are drawn and packed as in training; or give
+    --workload."""
     workload: str | None = None
     """Instead of --lengths: pretrain, prolong (as published), shuffled, mixed or one_long."""
     longest_tokens: int = 131_072
     """Longest document of --workload."""
+    steps: int | None = None
+    """Steps that are drawn and simulated; the table has their means. By default four microbatches' worth, two from
+    32 ranks on."""
+    seed: int = 0
+    """Of the order in which documents are drawn."""
     strategies: tuple[Strategy, ...] = ("cad", "published", "home", "all_gather", "ring", "wlb")
     """Which to simulate; the trace and the plot show the first, and ratios are to it. cad: this
-    project's plans. published: the planner of the published system. home: nothing is planned.
+    project's plans. planner: the plans of --planner, last unless named. published: the planner of the published system. home: nothing is planned.
     all_gather, ring: every document over all ranks of a stage, keys gathered or passed around. wlb:
     variable-length packing (WLB-LLM), the published baseline."""
     model: str = "llama3-8b"
@@ -55,12 +62,20 @@ class SimulateArgs:
     """Pipeline stages."""
     microbatches: int | None = None
     """Of a step; by default 8 with stages, 1 without."""
-    tolerance: float = 0.05
-    """Of cad and of the published planner: how far over the mean the most loaded server may be."""
+    tolerance: float | None = None
+    """Of all planners: how far over the mean the most loaded server may be. By default, as in training, the one of
+    fewest simulated seconds, of each planner its own."""
     transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
-    """Of cad; auto takes direct or relay; ragged moves only the rows needed, without padding."""
+    """Of all plans but the published planner's; auto takes the one of fewest simulated seconds, as in training; ragged
+    moves only the rows needed, without padding (not on cpu)."""
+    planner: str | None = None
+    """module:function, a planner of one's own, as in training: simulated beside the others as `planner`. Its plans
+    are checked."""
+    speeds: Path | None = None
+    """File with the relative speed of each rank, one a line, as `cad-jax speeds` writes it: everything a slow one
+    computes takes longer, and cad and planner give it less attention."""
     overlap: Overlap = "pingpong"
-    """How cad and the published planner's exchanges lie beside compute."""
+    """How exchanges of planners lie beside compute; home takes this or a single stream, whatever is faster."""
     between_nodes_gb_s: float | None = None
     """Network of a GPU per direction, 1e9 bytes/s; by default the device's."""
     recompute: float = 1.0
@@ -71,20 +86,31 @@ class SimulateArgs:
     causes: tuple[Cause, ...] = ()
     """Costs that measurements of the published system show and its description leaves out: copies, slow_gathers,
     slow_kernels (fitted; sources in cad_jax/simulation/causes.py)."""
-    headroom: float = 1.0
+    headroom: float | None = None
     """Of wlb, at least 1: a microbatch may hold so many times the mean tokens, and needs memory for
-    them; the published baseline ran with 1, no room at all."""
+    them; the published baseline ran with 1, no room at all. By default the faster of 1 and 2."""
     json: Path | None = None
     """Write the figures here."""
     trace: Path | None = None
-    """Write the first strategy's events here, for ui.perfetto.dev."""
+    """Write the first strategy's events of one step here, for ui.perfetto.dev: of the step nearest to the mean."""
     plot: Path | None = None
-    """Draw the first strategy's timeline here (PNG)."""
+    """Draw the same step's timeline here (PNG)."""
 
     @property
     def step_microbatches(self) -> int:
         """M, given or by default."""
         return self.microbatches or (PIPELINE_MICROBATCHES if self.pp > 1 else 1)
+
+    @property
+    def step_count(self) -> int:
+        """Steps, given or by default."""
+        return self.steps or enough_steps(self.ranks, self.step_microbatches)
+
+    @property
+    def all_strategies(self) -> tuple[Strategy, ...]:
+        """Those named, and `planner` last where --planner alone asks for it."""
+        unnamed = self.planner is not None and "planner" not in self.strategies
+        return (*self.strategies, "planner") if unnamed else self.strategies
 
     def check(self) -> None:
         """Raises ValueError for arguments that are wrong by themselves."""
@@ -102,10 +128,17 @@ class SimulateArgs:
             raise ValueError(
                 f"--strategies must name each once, got {' '.join(self.strategies)}: leave out the second"
             )
+        if "planner" in self.strategies and self.planner is None:
+            raise ValueError(
+                "--strategies has planner, which is of --planner: give --planner module:function as well, or leave "
+                "it out"
+            )
         for name in ("ranks", "tokens_per_rank", "tp", "pp"):
             flag = f"--{name.replace('_', '-')}"
             check_number(flag, getattr(self, name), 1, MAX_POOL_TOKENS, "use 1 or more")
         check_number("--microbatches", self.microbatches, 1, MAX_MICROBATCHES, "8 is usual")
+        check_number("--steps", self.steps, 1, MAX_STEPS, "4 give a fair mean")
+        check_number("--seed", self.seed, 0, MAX_SEED, "0 is usual")
         check_number("--tolerance", self.tolerance, 0, MAX_TOLERANCE, "0.05 is usual")
         check_number("--headroom", self.headroom, 1, MAX_HEADROOM, "1 is none at all")
         check_number("--recompute", self.recompute, 0, 1, "1 is all of it")
@@ -120,4 +153,4 @@ class SimulateArgs:
             )
         check_memory(self.ranks, documents=1)
         outputs = {"--json": self.json, "--trace": self.trace, "--plot": self.plot}
-        check_outputs(outputs, [self.lengths, profile_file(self.profile)])
+        check_outputs(outputs, [self.lengths, self.speeds, profile_file(self.profile)])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cad_jax import plan_command, profile_command, server_speeds, simulate_report, topologies
+from cad_jax import plan_command, profile_command, server_speeds, simulate_steps, topologies
 from cad_jax.__main__ import main
 from cad_jax.command_line import check_number, check_outputs, run_command, writing
 from cad_jax.config import RunConfig
@@ -167,7 +167,7 @@ def test_every_command_refuses_a_folder_before_its_work(
     arguments = [str(tmp_path / "lengths.txt") if a == "LENGTHS" else a for a in arguments]
     # The work would be minutes, or need a compiler.
     monkeypatch.setattr(profile_command, "measurements", None)
-    monkeypatch.setattr(simulate_report, "microbatches", None)
+    monkeypatch.setattr(simulate_steps, "drawn_steps", None)
     assert main([*arguments, str(tmp_path / "folder.png")]) == 2
     error = capsys.readouterr().err
     assert "folder.png cannot be written (Is a directory): name another file" in error

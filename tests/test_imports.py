@@ -32,6 +32,7 @@ HOST_MODULES = {
     "cad_jax.schedule_report",
     "cad_jax.simulate_args",
     "cad_jax.simulate_report",
+    "cad_jax.simulate_steps",
     "cad_jax.lengths_report",
     "cad_jax.advise_report",
     "cad_jax.attention.prepared",
@@ -88,7 +89,7 @@ LAYERS = (
         "cad_jax.schedule_report",
         "cad_jax.lengths_report",
     ),
-    ("cad_jax.simulate_args", "cad_jax.simulate_report"),
+    ("cad_jax.simulate_args", "cad_jax.simulate_steps", "cad_jax.simulate_report"),
     ("cad_jax.advise_report",),
     ("cad_jax.prefetch", "cad_jax.processes", "cad_jax.ragged_check"),
     (

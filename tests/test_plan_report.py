@@ -13,8 +13,9 @@ from rich.console import Console
 
 from cad_jax import metrics, plan_plot, pool_limits, schedule_report
 from cad_jax.lengths_report import read_lengths
+from cad_jax.pipeline.prediction import first_microbatches
 from cad_jax.plan_args import PlanArgs
-from cad_jax.plan_report import first_tokens, paddings, run
+from cad_jax.plan_report import first_tokens, padding, run
 from cad_jax.pool_limits import available_bytes, planning_bytes
 from cad_jax.sharding.cost import DEVICES
 from cad_jax.sharding.cost_model import from_csv, shipped
@@ -167,8 +168,11 @@ def test_padding_is_said(tmp_path):
         in text.getvalue()
     )
     step = PlanArgs(lengths, servers=4, tokens_per_server=128, pp=2, microbatches=5)
-    (said,) = paddings(step, np.array([900, 17]))
-    assert "the 1,280 of a step of 5 microbatches of 2 ranks x 128: the rest is padding" in said
+    said = padding(step, np.array([900, 17]))
+    assert (
+        said is not None
+        and "the 1,280 of a step of 5 microbatches of 2 ranks x 128: the rest is padding" in said
+    )
 
 
 def test_the_longest_documents_axis_has_all_ranks(tmp_path, monkeypatch):
@@ -180,7 +184,7 @@ def test_the_longest_documents_axis_has_all_ranks(tmp_path, monkeypatch):
         num_kv_heads=1, head_dim=64, tolerance=0.5,
     )  # fmt: skip
     assert plan.tasks[plan.tasks[:, 0] == 0][:, -2:].max() < 2
-    plan_plot.plot(plan, tmp_path / "plan.png")
+    plan_plot.plot(plan, tmp_path / "plan.png", "a title")
     (axes,) = (axes for axes in drawn[0].axes if "longest document" in axes.get_title())
     assert min(axes.get_ylim()) < 0 and max(axes.get_ylim()) > 7
 
@@ -298,6 +302,55 @@ def test_a_pipelined_step_is_predicted(tmp_path):
         run(dataclasses.replace(args, microbatches=80), console)
     with pytest.raises(ValueError, match=r"fit one stage's microbatch.*\(= 2 x 2048\).*8000"):
         run(dataclasses.replace(args, tokens_per_server=2048), console)
+
+
+def pictures(monkeypatch) -> list[Figure]:
+    """The figures that are saved from now on, as empty files."""
+    drawn = []
+
+    def save(figure: Figure, path: Path, **_) -> None:
+        path.touch()
+        drawn.append(figure)
+
+    monkeypatch.setattr(plan_plot.Figure, "savefig", save)
+    return drawn
+
+
+def test_with_stages_the_plan_is_that_of_the_heaviest_tick(tmp_path, monkeypatch):
+    """Found by hand among the ticks of 1F1B: of 3 microbatches over 2 stages, tick t holds t on stage 0 and t - 1 on
+    stage 1, forward; in turn, backward."""
+    drawn = pictures(monkeypatch)
+    lengths = [*[64] * 64, 4096, 2048, 2048]  # microbatches of 4,096 tokens
+    path = write(tmp_path / "lengths.txt", "\n".join(map(str, lengths)))
+    text = StringIO()
+    args = PlanArgs(path, 8, 1024, pp=2, microbatches=3, plot=tmp_path / "plan.png")
+    plan = run(args, Console(file=text, width=300))
+    packed = [sorted(m[0].tolist()) for m in first_microbatches(np.array(lengths), 3, 4096)]
+    heavy = sum(length**2 for length in lengths if length > 64)
+    pairs = {(a, b): sum(x**2 for m in (a, b) if 0 <= m < 3 for x in packed[m])
+             for a in range(-1, 3) for b in (a - 1, a + 1)}  # fmt: skip
+    assert max(pairs.values()) == heavy
+    held = [plan.lengths[plan.starts // 4096 == stage] for stage in range(2)]
+    stages = [next(m for m in range(3) if sorted(h.tolist()) == packed[m]) for h in held]
+    assert pairs[stages[0], stages[1]] == heavy
+    printed = " ".join(text.getvalue().split())
+    assert f"(microbatch of each stage: {stages[0]}, {stages[1]})" in printed
+    assert "Plan of the step's heaviest tick" in drawn[0].legends[0].get_title().get_text()
+    with pytest.raises(ValueError, match="--repeat: of one microbatch's plan alone"):
+        run(dataclasses.replace(args, repeat=2), Console(quiet=True))
+
+
+def test_a_picture_says_what_it_shows(tmp_path, monkeypatch):
+    drawn = pictures(monkeypatch)
+    path = write(tmp_path / "mine.txt", "4000\n" + "7\n" * 12)
+    text = StringIO()
+    args = PlanArgs(path, 8, 2048, plot=tmp_path / "plan.png", planner="cad_jax:plan_documents")
+    run(args, Console(file=text, width=300))
+    title = "Plan: llama3-8b, 8 servers x 2,048 tokens, documents of mine.txt, planner cad_jax:plan_documents"
+    assert drawn[0].legends[0].get_title().get_text() == title
+    assert title in " ".join(text.getvalue().split())
+    (moves,) = (axes for axes in drawn[0].axes if "who serves whom" in axes.get_title())
+    assert "the diagonal, is left out" in moves.get_title()
 
 
 def test_a_byte_order_mark_is_no_number(tmp_path):

@@ -162,11 +162,12 @@ def test_a_quick_cpu_profile_can_be_simulated(tmp_path):
     results = run(
         SimulateArgs(
             ranks=4, tokens_per_rank=4096, workload="mixed", longest_tokens=8192, model="llama3-1b",
-            tp=1, device="cpu", profile=str(path),
+            tp=1, device="cpu", profile=str(path), steps=1, tolerance=0.05,
         ),
         Console(file=io.StringIO(), width=120),
     )  # fmt: skip
-    assert len(results) == 6 and all(0 < r.step_s < np.inf and np.isnan(r.mfu) for r in results)
+    assert len(results) == 6 and all(0 < r.step_s < np.inf for r in results)
+    assert all(np.isnan(r.figures()["mfu"]) for r in results)
 
 
 def test_the_table_shows_every_part(profile):

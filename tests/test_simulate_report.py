@@ -1,7 +1,10 @@
 """`cad-jax simulate`: what it writes, and what it refuses."""
 
+import dataclasses
 import io
 import json
+import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from cad_jax import advise_report
+from cad_jax.advise_report import AdviseArgs
+from cad_jax.sharding.plan import Plan
+from cad_jax.sharding.planner import plan_documents
 from cad_jax.simulate_args import SimulateArgs
 from cad_jax.simulate_command import main
-from cad_jax.simulate_report import cost_model, run
+from cad_jax.simulate_report import run
+from cad_jax.simulate_steps import cost_model
 
 SIZES: dict[str, Any] = {
     "ranks": 4, "tokens_per_rank": 4096, "workload": "mixed", "longest_tokens": 8192,
-    "model": "llama3-1b", "tp": 1,
+    "model": "llama3-1b", "tp": 1, "steps": 1,
 }  # fmt: skip
+FIXED: dict[str, Any] = SIZES | {"tolerance": 0.05, "transport": "ragged"}
 STRATEGIES = ("cad", "published", "home", "all_gather", "ring", "wlb")
 
 
@@ -31,14 +40,14 @@ def test_every_strategy_and_everything_written(tmp_path: Path) -> None:
         "plot": tmp_path / "p.png",
     }
     text = io.StringIO()
-    results = run(SimulateArgs(**SIZES, **files), quiet(text))
-    assert [r.strategy.split()[0] for r in results] == list(STRATEGIES)
+    results = run(SimulateArgs(**FIXED, **files), quiet(text))
+    assert [r.name for r in results] == list(STRATEGIES)
     printed = text.getvalue()
     assert "simulated" in printed and "derived" in printed
     saved = json.loads(files["json"].read_text())
     assert saved["label"] == "simulated"
     for result in results:
-        figures = saved["steps"][result.strategy]
+        figures = saved["strategies"][result.name]
         assert figures["step_s"] == result.step_s and 0 < figures["mfu"] < 1
         assert (figures["label"], figures["memory_label"]) == ("simulated", "derived")
         parts = ("exposed_communication", "masked", "waiting")
@@ -51,11 +60,14 @@ def test_every_strategy_and_everything_written(tmp_path: Path) -> None:
 
 def test_the_trace_is_the_timeline(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    (result,) = run(SimulateArgs(**SIZES, strategies=("cad",), trace=path), quiet())
+    (row,) = run(SimulateArgs(**FIXED, strategies=("cad",), trace=path), quiet())
+    (result,) = row.results
     trace = json.loads(path.read_text())["traceEvents"]
     slices = [e for e in trace if e["ph"] == "X"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    named = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
     for rank in range(4):
+        assert named[rank] == f"cad, ragged, tolerance 0.05, step 1 of 1: rank {rank}"
         mine = sorted((e["ts"], e["dur"], e["cat"]) for e in slices
                       if e["pid"] == rank and names[rank, e["tid"]] == "compute")  # fmt: skip
         assert mine[-1][0] + mine[-1][1] <= 1e6 * result.step_s * (1 + 1e-9)
@@ -69,7 +81,7 @@ def test_pipelines_and_length_files(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.txt"
     documents = np.random.default_rng(0).integers(1, 6000, 60)
     lengths.write_text("\n".join(map(str, documents)))
-    sizes: dict[str, Any] = SIZES | {
+    sizes: dict[str, Any] = FIXED | {
         "workload": None,
         "lengths": lengths,
         "pp": 2,
@@ -77,17 +89,17 @@ def test_pipelines_and_length_files(tmp_path: Path) -> None:
     }
     text = io.StringIO()
     for result in run(SimulateArgs(**sizes, json=tmp_path / "s.json"), quiet(text)):
-        assert result.step_s > 0, result.strategy
-        if not result.strategy.startswith("wlb"):  # packing may take more microbatches
-            assert result.figures()["bubble"] == pytest.approx(1 / 3), result.strategy
+        assert result.step_s > 0, result.name
+        if result.name != "wlb":  # packing may take more microbatches
+            assert result.figures()["bubble"] == pytest.approx(1 / 3), result.name
     padding = json.loads((tmp_path / "s.json").read_text())["padding"]
     assert 0 < padding < 0.2 and f"padding {padding:.1%} of" in " ".join(text.getvalue().split())
 
 
 def test_stages_fill_by_default(tmp_path: Path) -> None:
-    args = SimulateArgs(**SIZES, pp=2, strategies=("home",), json=tmp_path / "s.json")
+    args = SimulateArgs(**FIXED, pp=2, strategies=("home",), json=tmp_path / "s.json")
     (result,) = run(args, quiet())
-    assert result.bubble == pytest.approx(1 / 9)
+    assert result.figures()["bubble"] == pytest.approx(1 / 9)
     assert json.loads((tmp_path / "s.json").read_text())["microbatches"] == 8
 
 
@@ -95,22 +107,22 @@ def test_what_does_not_fit_says_so(tmp_path: Path) -> None:
     """16 bytes a parameter of 70e9 over 4 devices are 280 GB; of 1.2e9 are 5 GB."""
     for model, expected in (("llama3-70b", False), ("llama3-1b", True)):
         text, path = io.StringIO(), tmp_path / "s.json"
-        sizes: dict[str, Any] = SIZES | {"model": model}
+        sizes: dict[str, Any] = FIXED | {"model": model}
         run(SimulateArgs(**sizes, strategies=("cad",), json=path), quiet(text))
         assert ("cad does not fit: " in text.getvalue()) is not expected
-        assert json.loads(path.read_text())["steps"]["cad"]["fits"] is expected
+        assert json.loads(path.read_text())["strategies"]["cad"]["fits"] is expected
 
 
 def test_the_table_fits_a_terminal() -> None:
     text = io.StringIO()
-    sizes: dict[str, Any] = SIZES | {"ranks": 16, "tp": 8}
-    run(SimulateArgs(**sizes, pp=2), Console(file=text, width=80))
+    sizes: dict[str, Any] = FIXED | {"ranks": 16, "tp": 8, "steps": 2}
+    run(SimulateArgs(**sizes, pp=2, microbatches=2), Console(file=text, width=80))
     lines = text.getvalue().splitlines()
     heads = [line.split() for line in lines[1:4]]
     assert ["ex-", "max/"] in heads
     assert [
         "strategy",
-        "s",
+        "ms",
         "ratio",
         "MFU",
         "posed",
@@ -125,11 +137,12 @@ def test_the_table_fits_a_terminal() -> None:
 
 def test_a_device_without_a_published_peak(tmp_path: Path) -> None:
     text, path = io.StringIO(), tmp_path / "s.json"
-    run(SimulateArgs(**SIZES, device="cpu", profile="cpu", json=path), quiet(text))
+    run(SimulateArgs(**SIZES, tolerance=0.05, device="cpu", profile="cpu", json=path), quiet(text))
     assert "kernel times measured" in " ".join(text.getvalue().split())
     rows = [line.split() for line in text.getvalue().splitlines()]
     assert next(row for row in rows if row[:1] == ["cad"])[3] == "-"
-    steps = json.loads(path.read_text())["steps"]
+    steps = json.loads(path.read_text())["strategies"]
+    assert steps["cad"]["transport"] in ("direct", "relay")  # ragged needs GPUs
     assert len(steps) == len(STRATEGIES)
     assert all(s["mfu"] is None and s["fits"] is None for s in steps.values())
 
@@ -152,6 +165,12 @@ def test_devices_have_a_profile_of_their_own() -> None:
          "must be a multiple of 65536 and divide --tokens-per-rank"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--strategies", "cad", "cad"],
          "--strategies must name each once"),
+        (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--strategies", "planner"],
+         "give --planner module:function as well"),
+        (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--planner", "no_such:planner"],
+         "a planner's module must be importable"),
+        (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--steps", "0"],
+         "--steps must be at least 1"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--causes", "copies", "copies"],
          "causes must be named once each, got copies copies"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--headroom", "0.5"],
@@ -201,16 +220,147 @@ def test_a_profile_that_is_read_is_not_written(tmp_path, capsys) -> None:
 
 def test_an_odd_number_of_tokens_leaves_out_the_published_planner_alone() -> None:
     text = io.StringIO()
-    sizes: dict[str, Any] = SIZES | {"tokens_per_rank": 1001, "longest_tokens": 1000}
+    sizes: dict[str, Any] = FIXED | {"tokens_per_rank": 1001, "longest_tokens": 1000}
     results = run(SimulateArgs(**sizes, strategies=("home", "published")), quiet(text))
-    assert [r.strategy for r in results] == ["home"]
+    assert [r.name for r in results] == ["home"]
     assert "published is left out: its planner needs an even number" in text.getvalue()
 
 
-def test_too_few_documents_are_refused(tmp_path: Path, capsys) -> None:
+def test_documents_repeat_where_there_are_too_few(tmp_path: Path, capsys) -> None:
     few = tmp_path / "few.txt"
     sizes = ["--ranks", "4", "--tokens-per-rank", "4096"]
-    for text in ("1000\n2000\n", "0\n0\n"):
-        few.write_text(text)
-        assert main([*sizes, "--lengths", str(few)]) == 2
-        assert "must make up a step of 1 x 2 x 4 x 4096 = 32768 tokens" in capsys.readouterr().err
+    few.write_text("0\n0\n")
+    assert main([*sizes, "--lengths", str(few)]) == 2
+    assert "document lengths must not all be 0" in capsys.readouterr().err
+    few.write_text("1000\n2000\n")
+    text = io.StringIO()
+    args: dict[str, Any] = FIXED | {"workload": None, "lengths": few, "strategies": ("home",)}
+    run(SimulateArgs(**args), quiet(text))
+    said = re.search(
+        r"holds 3,000 tokens .* come ([\d.]+) times on", " ".join(text.getvalue().split())
+    )
+    # 32,768 slots hold ten or eleven pairs of documents.
+    assert said is not None and 9 < float(said[1]) < 11
+
+
+def uneven(tmp_path: Path) -> Path:
+    """Hundreds of short documents, then a few long ones."""
+    path = tmp_path / "uneven.txt"
+    path.write_text("100\n" * 700 + "14000\n" * 10)
+    return path
+
+
+def test_steps_are_means_over_the_file_not_its_beginning(tmp_path: Path) -> None:
+    lengths, path, text = uneven(tmp_path), tmp_path / "s.json", io.StringIO()
+    args: dict[str, Any] = FIXED | {"workload": None, "lengths": lengths, "steps": 5}
+    (row,) = run(SimulateArgs(**args, strategies=("home",), json=path), quiet(text))
+    assert row.step_s < 1  # and is printed in ms
+    saved = json.loads(path.read_text())
+    # Of the file: tokens of the document that a token lies in.
+    context = (700 * 100**2 + 10 * 14000**2) / (700 * 100 + 10 * 14000)
+    assert saved["context_tokens"] == pytest.approx(context, rel=0.25)  # of its beginning: 100
+    seconds = [step["step_s"] for step in saved["strategies"]["home"]["steps"]]
+    assert len(seconds) == 5 and row.step_s == pytest.approx(sum(seconds) / 5)
+    assert saved["strategies"]["home"]["step_s"] == pytest.approx(sum(seconds) / 5)
+    printed = " ".join(text.getvalue().split())
+    assert f"{1e3 * min(seconds):.3g}-{1e3 * max(seconds):.3g}" in printed and min(seconds) < max(
+        seconds
+    )
+    share = saved["documents_tokens"] / (700 * 100 + 10 * 14000)
+    assert (
+        f"5 steps of 1 x 2 x 4 x 4,096 tokens drawn from {lengths}, --seed 0, {share:.1%}"
+        in printed
+    )
+    assert f"in the whole file of {context:,.0f}" in printed
+
+
+def test_what_is_left_open_is_of_fewest_seconds(tmp_path: Path) -> None:
+    """Against every transport and tolerance by itself."""
+    args: dict[str, Any] = SIZES | {"workload": None, "lengths": uneven(tmp_path)}
+    args["strategies"] = ("cad", "published")
+    text = io.StringIO()
+    chosen = {row.name: row for row in run(SimulateArgs(**args), quiet(text))}
+    every: dict[str, list[float]] = {"cad": [], "published": []}
+    for tolerance, transport in product(
+        (0.01, 0.02, 0.05, 0.1, 0.2), ("direct", "relay", "ragged")
+    ):
+        fixed = SimulateArgs(**args, tolerance=tolerance, transport=transport)  # type: ignore[arg-type]
+        for row in run(fixed, quiet()):
+            every[row.name].append(row.step_s)
+    for name, seconds in every.items():
+        assert min(seconds) <= chosen[name].step_s <= 1.002 * min(seconds)
+        assert max(seconds) > 1.01 * min(seconds)
+    way = chosen["cad"].candidate
+    printed = " ".join(text.getvalue().split())
+    assert f"{way.transport} {way.tolerance}" in printed
+    assert "transport (of direct, relay, ragged) and tolerance (of 0.01," in printed
+    text = io.StringIO()
+    run(SimulateArgs(**args, tolerance=0.05, transport="ragged"), quiet(text))
+    assert "of fewest simulated seconds" not in text.getvalue()
+
+
+def test_simulate_and_advise_say_the_same(tmp_path: Path) -> None:
+    lengths = uneven(tmp_path)
+    asked: dict[str, Any] = {
+        "lengths": lengths,
+        "model": "llama3-1b",
+        "tokens_per_rank": 4096,
+        "tp": 1,
+    }
+    advice = advise_report.run(AdviseArgs(**asked, topology="h200:1x4", steps=1), quiet())
+    said = {o.candidate: o.step_s for o in advice.comparison.cad + advice.comparison.others}
+    rows = run(SimulateArgs(**asked, ranks=4, steps=1), quiet())
+    assert len(rows) == len(STRATEGIES)
+    for row in rows:
+        if row.name != "published":
+            least = min(s for c, s in said.items() if c.strategy == row.name and c.key_ranges == 1)
+            assert row.step_s <= 1.002 * least, row.name
+        if row.name in ("cad", "home"):
+            assert row.step_s == pytest.approx(said[row.candidate])
+
+
+def at_home(lengths: np.ndarray, **options: Any) -> Plan:
+    """A planner that moves nothing."""
+    options["tolerance"] = 100.0
+    return plan_documents(lengths, **options)
+
+
+def as_ours(lengths: np.ndarray, **options: Any) -> Plan:
+    return plan_documents(lengths, **options)
+
+
+def half_done(lengths: np.ndarray, **options: Any) -> Plan:
+    plan = plan_documents(lengths, **options)
+    return dataclasses.replace(plan, tasks=plan.tasks[:-1])
+
+
+def test_a_planner_of_ones_own_beside_the_others(tmp_path: Path) -> None:
+    args: dict[str, Any] = FIXED | {"workload": None, "lengths": uneven(tmp_path), "pp": 2}
+    args |= {"microbatches": 2, "tokens_per_rank": 8192, "strategies": ("cad",)}
+    cad, ours = run(SimulateArgs(**args, planner=f"{__name__}:as_ours"), quiet())
+    assert ours.name == "planner" and ours.figures() == cad.figures()
+    cad, still = run(SimulateArgs(**args, planner=f"{__name__}:at_home"), quiet())
+    assert (
+        still.figures()["attention_max_over_mean"] > 1.2 > cad.figures()["attention_max_over_mean"]
+    )
+    with pytest.raises(ValueError, match="planner half_done made a plan that cannot run"):
+        run(SimulateArgs(**args, planner=f"{__name__}:half_done"), quiet())
+
+
+def test_a_slow_rank_takes_longer_and_is_given_less(tmp_path: Path) -> None:
+    """Equal documents, one a rank: at home all wait for the one that takes 0.875 / 0.5 of the mean rank's seconds."""
+    (tmp_path / "even.txt").write_text("4096\n" * 8)
+    (tmp_path / "speeds.txt").write_text("1\n1\n0.5\n1\n")
+    args: dict[str, Any] = FIXED | {"workload": None, "lengths": tmp_path / "even.txt"}
+    args |= {"strategies": ("home", "cad", "published"), "tolerance": 0.01}
+    alike = {row.name: row.step_s for row in run(SimulateArgs(**args), quiet())}
+    slow = {
+        row.name: row.step_s
+        for row in run(SimulateArgs(**args, speeds=tmp_path / "speeds.txt"), quiet())
+    }
+    assert slow["home"] / alike["home"] == pytest.approx(1.75, rel=0.03)
+    assert slow["published"] / alike["published"] == pytest.approx(1.75, rel=0.03)
+    assert slow["cad"] < 0.98 * slow["published"]
+    (tmp_path / "speeds.txt").write_text("1\n1\n")
+    with pytest.raises(ValueError, match="one relative speed for each of the mesh's 4 servers"):
+        run(SimulateArgs(**args, speeds=tmp_path / "speeds.txt"), quiet())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from cad_jax.pipeline.ticks import MicrobatchLengths, check_microbatches, compos
 from cad_jax.sharding.cost import Device, ModelShape, server_loads
 from cad_jax.sharding.cost_model import analytic
 from cad_jax.sharding.packing import FillStep, pack, pack_step
+from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.tasks import HeadShape, home_tasks, stage_documents, stage_lengths
 
@@ -54,13 +55,32 @@ class WayOfPlanning(NamedTuple):
     max_over_mean: float
 
 
+class TickPlan(NamedTuple):
+    """The plan of a tick's nano-batch over the ranks of all stages. microbatches: [P], of each stage, IDLE for none. plan_s: host
+    seconds that it took."""
+
+    phase: Literal["F", "B"]
+    tick: int
+    microbatches: tuple[int, ...]
+    nano: int
+    plan: Plan
+    plan_s: float
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        held = ", ".join("none" if m == IDLE else str(m) for m in self.microbatches)
+        return f"{self.phase}{self.tick}, nano-batch {self.nano} (microbatch of each stage: {held})"
+
+
 @dataclass(frozen=True)
 class StepPrediction:
     """A pipelined step in seconds, by three ways of planning attention.
 
     pool: one plan per tick over the ranks of all stages. per_stage: every stage balances its own
     microbatch over its own ranks. home: nothing moves. balanced_s: the step were attention spread
-    evenly over all ranks in every tick. plan_s: host seconds that the plans of `pool` took.
+    evenly over all ranks in every tick. plan_s: host seconds that the plans of `pool` took. heaviest: of these plans the
+    one of most pairs.
 
     Assumed: matrix products and attention alike run at `efficiency` of the device's peak, work is
     proportional to tokens and to (query, key) pairs, and nothing else takes time: exchanges,
@@ -78,6 +98,7 @@ class StepPrediction:
     home: WayOfPlanning
     balanced_s: float
     plan_s: float
+    heaviest: TickPlan
 
 
 def first_microbatches(
@@ -210,14 +231,24 @@ def predict_step(
             at_home[microbatch] += server_loads(tasks, dp).max()
     distinct, of_tick = compositions(schedule)
     pool, mean = np.zeros((2, len(distinct)))
-    started = time.perf_counter()
+    heaviest, most_pairs, plan_s = None, -1, 0.0
     for at, tick in enumerate(distinct.tolist()):
-        for nano in nanos:
+        for nth, nano in enumerate(nanos):
+            started = time.perf_counter()
             documents, starts = stage_documents(stage_lengths(tick, nano), stage_tokens)
-            loads = plan(documents, servers=stages * dp, starts=starts).loads()
+            made = plan(documents, servers=stages * dp, starts=starts)
+            loads = made.loads()
+            seconds_taken = time.perf_counter() - started
+            plan_s += seconds_taken
             pool[at] += loads.max()
             mean[at] += loads.mean()
-    plan_s = time.perf_counter() - started
+            if loads.sum() > most_pairs:
+                most_pairs, first = int(loads.sum()), int((of_tick == at).argmax())
+                phase = "F" if first < schedule.ticks else "B"
+                heaviest = TickPlan(
+                    phase, first % schedule.ticks, tuple(tick), nth, made, seconds_taken
+                )
+    assert heaviest is not None
 
     table = np.concatenate([schedule.forward.microbatch, schedule.backward.microbatch])
     walk = _Walk(schedule, seconds, mean[of_tick])
@@ -237,6 +268,7 @@ def predict_step(
         home=own(at_home),
         balanced_s=shared(mean).lockstep_s,
         plan_s=plan_s,
+        heaviest=heaviest,
     )
 
 

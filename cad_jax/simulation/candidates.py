@@ -25,6 +25,7 @@ from cad_jax.simulation.setting import Setting, StepResult, own_memory, pool_of
 from cad_jax.simulation.step import (
     Overlap,
     pooled_step,
+    pooled_works,
     stage_step,
     stage_works,
     tick_plans,
@@ -33,17 +34,21 @@ from cad_jax.simulation.step import (
 from cad_jax.simulation.strategies import Pool, Transport
 from cad_jax.simulation.wlb import best_wlb_step
 
-Strategy = Literal["cad", "home", "all_gather", "ring", "wlb"]
+Strategy = Literal["cad", "published", "home", "all_gather", "ring", "wlb"]
 Shapes = Literal["measured", "static"]
+AS_PUBLISHED: tuple[Strategy, ...] = ("published", "wlb")  # memory is that of those systems
 WLB_HEADROOMS = (1.0, 2.0)  # the published one, and what a device's memory may allow
+MICROBATCHES = 4  # to simulate, at least
+LARGE_POOL_RANKS, LARGE_MICROBATCHES = 32, 2  # a large pool holds many documents
+MAX_STEPS = 10_000
 MAX_CONTEXT_TOKENS = 2**31  # of a pool: rows are int32
 
 
 class Candidate(NamedTuple):
     """A way of running a step.
 
-    transport: of cad and home. tolerance, key_ranges: of cad's planner. capacities: of cad, measured on the plans of these
-    very steps, or static, from arguments alone.
+    transport: of cad and home. tolerance: of cad's planner and the published one. key_ranges: of cad's planner.
+    capacities: of cad, measured on the plans of these very steps, or static, from arguments alone.
     """
 
     strategy: Strategy
@@ -73,6 +78,12 @@ class Outcome(NamedTuple):
     wire_bytes_mean: float
     memory_bytes: float
     each_step_s: tuple[float, ...]
+
+
+def enough_steps(ranks: int, microbatches: int) -> int:
+    """Steps of so many microbatches from which means are taken unless told otherwise."""
+    worth = MICROBATCHES if ranks < LARGE_POOL_RANKS else LARGE_MICROBATCHES
+    return -(-worth // microbatches)
 
 
 def draw_steps(
@@ -124,18 +135,65 @@ class Trials:
         """The same steps and plans with other costs."""
         return replace(self, setting=setting)
 
+    def results(
+        self,
+        candidate: Candidate,
+        *,
+        wlb_memory_bytes: float = np.inf,
+        wlb_headrooms: Sequence[float] = WLB_HEADROOMS,
+    ) -> Iterator[StepResult]:
+        """Every step as simulated, one after another.
+
+        wlb_memory_bytes: what the division into replicas that wlb chooses must fit, if any does. wlb_headrooms: see
+        `best_wlb_step`, the fastest of these.
+        """
+        setting, strategy = self.setting, candidate.strategy
+        for at, step in enumerate(self.steps):
+            nano_batches = len(step[0])
+            tokens = self._nano_tokens(nano_batches)
+            longest = self._longest(nano_batches)
+            if strategy == "cad":
+                assert candidate.transport is not None, candidate
+                pool, plans = self._pool(nano_batches), self._plans(candidate)[at]
+                works = works_of_plans(
+                    setting, plans, pool, len(step), candidate.transport,
+                    self._capacities(candidate, nano_batches),
+                )  # fmt: skip
+                yield pooled_step(setting, step, works, tokens=tokens, overlap=candidate.overlap)
+            elif strategy == "published":
+                assert candidate.tolerance is not None, candidate
+                works = pooled_works(
+                    setting, step, strategy=strategy, tokens=tokens, tolerance=candidate.tolerance,
+                    longest=longest,
+                )  # fmt: skip
+                yield pooled_step(
+                    setting, step, works, tokens=tokens, overlap=candidate.overlap, name=strategy,
+                    published=True,
+                )  # fmt: skip
+            elif strategy == "wlb":
+                yield self._packed(step, wlb_memory_bytes, wlb_headrooms)
+            else:
+                works = stage_works(
+                    setting, step, strategy=strategy, tokens=tokens, longest=longest,
+                    transport=candidate.transport or "ragged",
+                )  # fmt: skip
+                yield stage_step(
+                    setting, step, works, tokens=tokens, overlap=candidate.overlap, name=strategy
+                )
+
     def outcome(self, candidate: Candidate, *, wlb_memory_bytes: float = np.inf) -> Outcome:
-        """wlb_memory_bytes: what the division into replicas that wlb chooses must fit, if any does."""
-        results = list(self._simulated(candidate, wlb_memory_bytes))
+        """wlb_memory_bytes: see `results`."""
+        results = list(self.results(candidate, wlb_memory_bytes=wlb_memory_bytes))
         figures = [r.figures() for r in results]
 
         def mean(name: str) -> float:
             return float(np.mean([f[name] for f in figures]))
 
         attention, linear = mean("attention_s_mean"), mean("linear_s_mean") + mean("head_s_mean")
-        packed_bytes = max(r.memory.total for r in results)
         memory_bytes = (
-            packed_bytes if candidate.strategy == "wlb" else self._memory_bytes(candidate)
+            max(r.memory.total for r in results)
+            if candidate.strategy in AS_PUBLISHED
+            else self._memory_bytes(candidate)
         )
         return Outcome(
             candidate, mean("step_s"), mean("mfu"), mean("exposed_communication"), mean("idle"),
@@ -163,32 +221,9 @@ class Trials:
 
     # Simulating.
 
-    def _simulated(self, candidate: Candidate, wlb_memory_bytes: float) -> Iterator[StepResult]:
-        setting, strategy = self.setting, candidate.strategy
-        for at, step in enumerate(self.steps):
-            nano_batches = len(step[0])
-            tokens = self._nano_tokens(nano_batches)
-            longest = self._longest(nano_batches)
-            if strategy == "cad":
-                assert candidate.transport is not None, candidate
-                pool, plans = self._pool(nano_batches), self._plans(candidate)[at]
-                works = works_of_plans(
-                    setting, plans, pool, len(step), candidate.transport,
-                    self._capacities(candidate, nano_batches),
-                )  # fmt: skip
-                yield pooled_step(setting, step, works, tokens=tokens, overlap=candidate.overlap)
-            elif strategy == "wlb":
-                yield self._packed(step, wlb_memory_bytes)
-            else:
-                works = stage_works(
-                    setting, step, strategy=strategy, tokens=tokens, longest=longest,
-                    transport=candidate.transport or "ragged",
-                )  # fmt: skip
-                yield stage_step(
-                    setting, step, works, tokens=tokens, overlap=candidate.overlap, name=strategy
-                )
-
-    def _packed(self, step: MicrobatchLengths, memory_bytes: float) -> StepResult:
+    def _packed(
+        self, step: MicrobatchLengths, memory_bytes: float, headrooms: Sequence[float]
+    ) -> StepResult:
         """The fastest of packings with more or less room for uneven bins that fits the memory."""
         nanos = [nano for microbatch in step for nano in microbatch]
         results = [
@@ -196,7 +231,7 @@ class Trials:
                 self.setting, nanos, microbatches=(len(step), 2 * len(step)), headroom=headroom,
                 memory_bytes=memory_bytes,
             )
-            for headroom in WLB_HEADROOMS
+            for headroom in headrooms
         ]  # fmt: skip
         fitting = [r for r in results if r.memory.total <= memory_bytes]
         return min(fitting or results[:1], key=lambda r: r.step_s)

@@ -4,7 +4,7 @@ Shape letters: R ranks, r ranks of an event, T tokens of a rank in a nano-batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,9 @@ from cad_jax.pipeline.schedule import Schedule, one_f_one_b
 from cad_jax.pipeline.ticks import MicrobatchLengths
 from cad_jax.sharding.cost import ModelShape, attention_flops
 from cad_jax.sharding.cost_model import CostModel, layer_weights
+from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.planners import Planner
+from cad_jax.sharding.speeds import check_speeds
 from cad_jax.sharding.tasks import Capacities, HeadShape, causal_pairs
 from cad_jax.simulation import strategies
 from cad_jax.simulation.memory import Memory
@@ -34,6 +37,8 @@ class Setting:
     its backward gathers keys once more; gather_share: of the network's bandwidth that its collectives
     reach. keeps_ffn: the backward does not run the feed-forward again, and its rows stay in memory.
     tokens_over_tp: whether tp splits tokens, or weights, outside attention, for the memory.
+    planner, speeds: of cad's plans, see `plan_documents`; speeds (one a rank, none where they are alike) are relative
+    to their mean and count for everything that a rank computes, under every strategy.
     element_bytes: of q, k and v on the wire. published_copy_byte_s: seconds of compute, forward and backward, a
     byte of a rank's own q, k and v, that copies around the published planner's exchanges take.
     """
@@ -53,6 +58,8 @@ class Setting:
     tokens_over_tp: bool = True
     element_bytes: int = 2
     published_copy_byte_s: tuple[float, float] = (0.0, 0.0)
+    planner: Planner = plan_documents
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.ranks < 1 or self.pp < 1 or self.ranks % self.pp:
@@ -60,6 +67,8 @@ class Setting:
                 f"ranks (={self.ranks}) must be a positive multiple of pp (={self.pp}): every stage "
                 "has as many"
             )
+        if self.speeds:
+            check_speeds(self.speeds, self.ranks, "speeds")
 
     @property
     def heads(self) -> HeadShape:
@@ -75,6 +84,12 @@ class Setting:
     def dp(self) -> int:
         """Ranks of one stage."""
         return self.ranks // self.pp
+
+    @property
+    def slowdown(self) -> np.ndarray:
+        """Seconds of a rank's compute over those of one of mean speed, float64 [R]."""
+        speeds = np.array(self.speeds or (1.0,) * self.ranks)
+        return speeds.mean() / speeds
 
     def wire(self, ranks: int) -> Wire:
         return Wire(
@@ -144,7 +159,10 @@ def model_flops(setting: Setting, lengths: MicrobatchLengths) -> float:
 def pool_of(setting: Setting, ranks: int, tokens: int, longest: int | None = None) -> Pool:
     """tokens: T. longest: the longest document to come, by default a stage's nano-batch."""
     longest = longest or tokens * setting.dp
-    return Pool(setting.wire(ranks), tokens, setting.heads, longest)
+    pool = Pool(setting.wire(ranks), tokens, setting.heads, longest)
+    # Only plans over all ranks are made by it: those of a single stage stay at home.
+    every = ranks == setting.ranks
+    return replace(pool, planner=setting.planner, speeds=setting.speeds) if every else pool
 
 
 def head_seconds(setting: Setting, tokens: np.ndarray) -> np.ndarray:
@@ -217,6 +235,7 @@ def result_of(
 ) -> StepResult:
     peak = setting.costs.device.peak_flops or np.nan
     step_s = timeline.makespan_s
+    attention_s = attention_s * setting.slowdown
     mean = attention_s.mean()
     return StepResult(
         strategy=name,

@@ -142,7 +142,7 @@ def pooled_step(
         linear_work(setting.model, setting.costs, per_rank, setting.tp, again=setting.again)
     ] * nano_batches
     head = head_seconds(setting, per_rank * nano_batches)
-    timeline = Timeline(setting.ranks)
+    timeline = Timeline(setting.ranks, setting.slowdown)
     stage = Stage(timeline, 0, np.zeros(setting.ranks))
     for phase, tick in schedule.order:
         table = schedule.forward if phase == "F" else schedule.backward
@@ -239,7 +239,7 @@ def stage_step(
         linear_work(setting.model, setting.costs, t, setting.tp, again=setting.again)
         for t in tokens
     ]
-    timeline = Timeline(setting.ranks)
+    timeline = Timeline(setting.ranks, setting.slowdown)
     stages = [Stage(timeline, s * dp, np.zeros(dp)) for s in range(setting.pp)]
     done: dict[tuple[str, int, int], np.ndarray] = {}
     for phase, tick in schedule.order:

@@ -1,6 +1,6 @@
 """Ways of spreading core attention over ranks, each as the work of one layer and nano-batch. Host only.
 
-    cad          this project's planner; transports direct and relay, or ragged, which moves only the
+    cad          this project's planner, or one of one's own; transports direct and relay, or ragged, which moves only the
                  rows needed once their offsets are known
     published    the published planner, one exchange of exactly the rows needed each way, with nothing
                  before it
@@ -12,8 +12,8 @@ Shape letters: S ranks of the pool, T tokens of a rank, N documents, n tasks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from cad_jax.sharding.capacities import capacities_from_plans
 from cad_jax.sharding.cost_model import CostModel
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import plan_documents
+from cad_jax.sharding.planners import Planner, plan_with
 from cad_jax.sharding.required import required_capacities
 from cad_jax.sharding.tasks import (
     DOCUMENT,
@@ -57,13 +58,15 @@ class Pool:
     """What every strategy knows of the ranks that share a nano-batch.
 
     wire: its network. tokens_per_server: T. heads: of one device. max_document_tokens: the longest
-    document to come, for capacities.
+    document to come, for capacities. planner, speeds: see `Setting`.
     """
 
     wire: Wire
     tokens_per_server: int
     heads: HeadShape
     max_document_tokens: int
+    planner: Planner = plan_documents
+    speeds: tuple[float, ...] = ()
 
     @property
     def servers(self) -> int:
@@ -92,10 +95,17 @@ def plan(
     key_ranges: int = 1,
     transport: Transport | None = None,
 ) -> Plan:
-    """This project's plan, with roomy capacities. key_ranges, transport: see `plan_documents`; what divided
-    keys cost depends on the transport, a dense one by default."""
+    """The plan of the pool's planner, with roomy capacities. key_ranges, transport: see `plan_documents`; what divided
+    keys cost depends on the transport, a dense one by default. Raises ValueError where a planner of one's own
+    fails: see `plan_with`."""
     heads = pool.heads
-    return plan_documents(
+    # A planner of one's own need not know of what is not asked for.
+    asked: dict[str, Any] = {"starts": starts} if starts is not None else {}
+    asked |= {"key_ranges": key_ranges} if key_ranges > 1 else {}
+    asked |= {"transport": transport} if transport is not None else {}
+    asked |= {"speeds": np.array(pool.speeds)} if pool.speeds else {}
+    return plan_with(
+        pool.planner,
         lengths,
         servers=pool.servers,
         tokens_per_server=pool.tokens_per_server,
@@ -104,15 +114,14 @@ def plan(
         head_dim=heads.head_dim,
         tolerance=tolerance,
         max_document_tokens=pool.max_document_tokens,
-        starts=starts,
-        key_ranges=key_ranges,
-        transport=transport,
+        **asked,
     )
 
 
 def at_home(lengths: np.ndarray, pool: Pool, starts: np.ndarray | None = None) -> Plan:
     """The plan that moves nothing."""
-    roomy = plan(np.zeros(0, np.int64), pool, 0.0).capacities
+    plain = replace(pool, planner=plan_documents, speeds=())
+    roomy = plan(np.zeros(0, np.int64), plain, 0.0).capacities
     return home_plan(
         lengths,
         servers=pool.servers,

@@ -52,9 +52,11 @@ class Accounts(NamedTuple):
 
 @dataclass
 class Timeline:
-    """The streams of `ranks` ranks while they are simulated."""
+    """The streams of `ranks` ranks while they are simulated. slowdown: float64 [R], by which each one's seconds of compute
+    are multiplied."""
 
     ranks: int
+    slowdown: np.ndarray | None = None
     events: list[Event] = field(default_factory=list)
     _free: dict[Stream, np.ndarray] = field(init=False)
     _busy: dict[str, np.ndarray] = field(init=False)
@@ -68,13 +70,14 @@ class Timeline:
 
     def compute(self, kind: str, label: str, seconds, after, first_rank: int = 0) -> np.ndarray:
         """Runs `seconds` (float64 [r], or one for all) of one of COMPUTE_KINDS on ranks from
-        first_rank on, not before `after` [r]; returns when it is done, [r].
+        first_rank on, where they are of mean speed, not before `after` [r]; returns when it is done, [r].
         """
         after = np.asarray(after, np.float64)
         ranks = slice(first_rank, first_rank + len(after))
         idle_from = self._free["compute"][ranks]
         start = np.maximum(after, idle_from)
-        stop = start + seconds
+        slower = 1.0 if self.slowdown is None else self.slowdown[ranks]
+        stop = start + seconds * slower
         self._expose(ranks, idle_from, start)
         self._busy[kind][ranks] += stop - start
         self._free["compute"][ranks] = stop

@@ -19,7 +19,18 @@ COLORS = {
     "masked": "#d6d6d6",
     "exchange": "#4c9a6a",
 }
+IN_WORDS = {
+    "linear": "linear layers",
+    "head": "output head + loss",
+    "masked": "a stage without a microbatch",
+    "exchange": "exchange (network)",
+}
 MAX_TRACED_RANKS, MAX_DRAWN_RANKS = 64, 16
+UNITS = (
+    (60.0, "min", 300.0),
+    (1.0, "s", 1.0),
+    (1e-3, "ms", 0.0),
+)  # seconds of one, and where it begins
 
 
 def shown_ranks(ranks: int, most: int) -> list[int]:
@@ -27,13 +38,25 @@ def shown_ranks(ranks: int, most: int) -> list[int]:
     return sorted(set(np.linspace(0, ranks - 1, min(ranks, most)).round().astype(int).tolist()))
 
 
-def write_trace(events: Sequence[Event], ranks: int, path: str | Path) -> None:
+def unit_of(seconds: float) -> tuple[float, str]:
+    """Seconds of the unit in which so many are read best, and its name: ms, s or min."""
+    return next((each, name) for each, name, least in UNITS if seconds >= least)
+
+
+def duration(seconds: float) -> str:
+    """In the unit in which it is read best, to three digits."""
+    each, name = unit_of(seconds)
+    value = seconds / each
+    return f"{value:,.0f} {name}" if value >= 1000 else f"{value:.3g} {name}"
+
+
+def write_trace(events: Sequence[Event], ranks: int, title: str, path: str | Path) -> None:
     """Chrome's trace format, which ui.perfetto.dev reads: a process a rank (at most MAX_TRACED_RANKS of
-    them, spread evenly), a thread a stream, times in microseconds.
+    them, spread evenly), a thread a stream, times in microseconds. title: of the step, in every process's name.
     """
     lines = []
     for rank in shown_ranks(ranks, MAX_TRACED_RANKS):
-        lines.append(_name("process_name", rank, 0, f"rank {rank}"))
+        lines.append(_name("process_name", rank, 0, f"{title}: rank {rank}"))
         lines += [_name("thread_name", rank, nth, s) for nth, s in enumerate(STREAMS)]
         for event, start, stop in intervals(events, rank):
             lines.append(
@@ -47,12 +70,13 @@ def write_trace(events: Sequence[Event], ranks: int, path: str | Path) -> None:
                     "dur": 1e6 * (stop - start),
                 }
             )
-    Path(path).write_text(json.dumps({"traceEvents": lines, "displayTimeUnit": "ms"}))
+    trace = {"traceEvents": lines, "displayTimeUnit": "ms", "otherData": {"step": title}}
+    Path(path).write_text(json.dumps(trace))
 
 
 def plot_timeline(events: Sequence[Event], ranks: int, title: str, path: str | Path) -> None:
     """The whole step, and below it about two layers of the forward and of the backward, as PNG: per rank a
-    bar of its compute and a thinner one of its network.
+    bar of its compute and below it, where it can be seen, a thinner one of its network.
     """
     shown = shown_ranks(ranks, MAX_DRAWN_RANKS)
     end = max((float(e.stop_s.max()) for e in events), default=1.0)
@@ -61,38 +85,55 @@ def plot_timeline(events: Sequence[Event], ranks: int, title: str, path: str | P
     )  # attention calls, forward and backward, of the first stage
     window = end * min(1.0, 8 / max(layers, 1))
     turn = _first_backward(events, end)
-    spans = [(0.0, end), (turn * 0.4, turn * 0.4 + window), (turn + 0.3 * (end - turn),) * 2]
-    spans[2] = (spans[2][0], spans[2][0] + 2 * window)
+    later = turn + 0.3 * (end - turn)
     figure = Figure(figsize=(14, 2.0 + 0.75 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplot_mosaic("AA;BC")
-    for axes, (start, stop), name in zip(
-        grid.values(), spans, ("the step", "in the forward", "in the backward"), strict=True
-    ):
-        _draw(axes, events, shown, start, stop)
-        axes.set_title(name, fontsize=9)
-    figure.suptitle(title, fontsize=10)
+    panels = (
+        ("A", 0.0, end, "the step: compute (its network is in the panels below)"),
+        (
+            "B",
+            turn * 0.4,
+            turn * 0.4 + window,
+            "in the forward: compute, and in the thin rows network",
+        ),
+        ("C", later, later + 2 * window, "in the backward: compute, and in the thin rows network"),
+    )
+    for name, start, stop, what in panels:
+        # Marks of a hundred exchanges a rank would overlap, or fall between pixels.
+        _draw(grid[name], events, shown, start, stop, network=name != "A")
+        grid[name].set_title(what, fontsize=9)
+    figure.suptitle(f"{title}, {duration(end)}; white: waiting", fontsize=10)
+    kinds = {event.kind for event in events if (event.stop_s > event.start_s).any()}
+    held = [kind for kind in COLORS if kind in kinds]
     figure.legend(
-        handles=[Patch(color=color, label=kind) for kind, color in COLORS.items()],
-        loc="outside lower center", ncols=len(COLORS), frameon=False,
+        handles=[Patch(color=COLORS[kind], label=IN_WORDS.get(kind, kind)) for kind in held],
+        loc="outside lower center", ncols=max(len(held), 1), frameon=False,
     )  # fmt: skip
     figure.savefig(path, dpi=120)
 
 
-def _draw(axes: Axes, events: Sequence[Event], shown: list[int], start: float, stop: float) -> None:
+def _draw(
+    axes: Axes, events: Sequence[Event], shown: list[int], start: float, stop: float, network: bool
+) -> None:
+    each, unit = unit_of(stop)
+    kinds = [kind for kind in COLORS if network or kind != "exchange"]
     for row, rank in enumerate(shown):
-        bars: dict[str, list[tuple[float, float]]] = {kind: [] for kind in COLORS}
+        bars: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for event, first, last in intervals(events, rank):
-            if last > start and first < stop:
-                bars[event.kind].append((1e3 * first, 1e3 * (last - first)))
+            if event.kind in bars and last > start and first < stop:
+                bars[event.kind].append((first / each, (last - first) / each))
         for kind, spans in bars.items():
-            low, high = (row + 0.55, 0.25) if kind == "exchange" else (row, 0.5)
-            axes.broken_barh(spans, (low, high), color=COLORS[kind], linewidth=0)
-    axes.set_xlim(1e3 * start, 1e3 * stop)
+            low, high = (row + 0.55, 0.25) if kind == "exchange" else (row, 0.5 if network else 0.8)
+            # The shortest exchange is a hairline still: none falls between two pixels.
+            width = 0.6 if kind == "exchange" else 0
+            axes.broken_barh(spans, (low, high), color=COLORS[kind], linewidth=width)
+    axes.set_xlim(start / each, stop / each)
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
     axes.set_ylim(len(shown), -0.2)
     axes.set_yticks(np.arange(len(shown)) + 0.4, [str(rank) for rank in shown])
     axes.set_ylabel("rank")
-    axes.set_xlabel("ms")
+    axes.set_xlabel(f"{unit} from the step's start")
 
 
 def _first_backward(events: Sequence[Event], end: float) -> float:
