@@ -34,6 +34,8 @@ class Setting:
     its backward gathers keys once more; gather_share: of the network's bandwidth that its collectives
     reach. keeps_ffn: the backward does not run the feed-forward again, and its rows stay in memory.
     tokens_over_tp: whether tp splits tokens, or weights, outside attention, for the memory.
+    node: servers of a node as cad's planner knows them, 1 where it takes all for remote, as training does
+    unless told (`attention.node`); exchanges take what they take all the same.
     element_bytes: of q, k and v on the wire. published_copy_byte_s: seconds of compute, forward and backward, a
     byte of a rank's own q, k and v, that copies around the published planner's exchanges take.
     """
@@ -53,6 +55,7 @@ class Setting:
     tokens_over_tp: bool = True
     element_bytes: int = 2
     published_copy_byte_s: tuple[float, float] = (0.0, 0.0)
+    node: int = 1
 
     def __post_init__(self):
         if self.ranks < 1 or self.pp < 1 or self.ranks % self.pp:
@@ -144,7 +147,7 @@ def model_flops(setting: Setting, lengths: MicrobatchLengths) -> float:
 def pool_of(setting: Setting, ranks: int, tokens: int, longest: int | None = None) -> Pool:
     """tokens: T. longest: the longest document to come, by default a stage's nano-batch."""
     longest = longest or tokens * setting.dp
-    return Pool(setting.wire(ranks), tokens, setting.heads, longest)
+    return Pool(setting.wire(ranks), tokens, setting.heads, longest, node=setting.node)
 
 
 def head_seconds(setting: Setting, tokens: np.ndarray) -> np.ndarray:

@@ -57,13 +57,14 @@ class Pool:
     """What every strategy knows of the ranks that share a nano-batch.
 
     wire: its network. tokens_per_server: T. heads: of one device. max_document_tokens: the longest
-    document to come, for capacities.
+    document to come, for capacities. node: of planning, see `Setting`.
     """
 
     wire: Wire
     tokens_per_server: int
     heads: HeadShape
     max_document_tokens: int
+    node: int = 1
 
     @property
     def servers(self) -> int:
@@ -90,8 +91,10 @@ def plan(
     tolerance: float,
     starts: np.ndarray | None = None,
     key_ranges: int = 1,
+    transport: Transport | None = None,
 ) -> Plan:
-    """This project's plan, with roomy capacities. key_ranges: see `plan_documents`."""
+    """This project's plan, with roomy capacities. key_ranges, transport: see `plan_documents`; what divided
+    keys cost depends on the transport, a dense one by default."""
     heads = pool.heads
     return plan_documents(
         lengths,
@@ -104,6 +107,8 @@ def plan(
         max_document_tokens=pool.max_document_tokens,
         starts=starts,
         key_ranges=key_ranges,
+        transport=transport,
+        node=pool.node,
     )
 
 
@@ -183,11 +188,10 @@ def published_work(
     exchanges = exact_exchanges(
         rows, pool.heads, pool.wire, backward_q_rows=3, backward_scalars=1, announced=False
     )  # q, out and d_out, with lse
-    held = pool.tokens_per_server
-    return AttentionWork(
-        forward, backward, *exchanges, pool.servers,
-        held + int(rows.q_in.max()), held + int(rows.kv_in.max()),
-    )  # fmt: skip
+    query_rows, key_rows = (
+        pool.tokens_per_server + int(f.into(pool.servers).max()) for f in (rows.q, rows.kv)
+    )
+    return AttentionWork(forward, backward, *exchanges, pool.servers, query_rows, key_rows)
 
 
 def head_tail_tasks(lengths: np.ndarray, servers: int) -> np.ndarray:
