@@ -197,6 +197,22 @@ class TravellingRows(NamedTuple):
         return self.query_rows_out * heads.q_units + self.key_rows_out * heads.kv_units
 
 
+class Flows(NamedTuple):
+    """Rows that go from homes to servers, int64 [n] each; a pair of ranks may come more than once."""
+
+    home: np.ndarray
+    server: np.ndarray
+    rows: np.ndarray
+
+    def into(self, servers: int) -> np.ndarray:
+        """Rows into each server, int64 [S]."""
+        return np.bincount(self.server, self.rows, servers).astype(np.int64)
+
+    def out_of(self, servers: int) -> np.ndarray:
+        """Rows out of each home, int64 [S]."""
+        return np.bincount(self.home, self.rows, servers).astype(np.int64)
+
+
 def travelling_rows(
     lengths: np.ndarray,
     tasks: np.ndarray,
@@ -205,15 +221,29 @@ def travelling_rows(
     starts: np.ndarray | None = None,
 ) -> TravellingRows:
     """Rows in and out of each server for tasks in any order; documents end to end by default."""
-    starts = document_starts(lengths) if starts is None else starts
-    document, home, server = tasks[:, DOCUMENT], tasks[:, HOME], tasks[:, SERVER]
-    query_in, key_in, key_out = np.zeros((3, servers), np.int64)
-    moved = np.where(home != server, tasks[:, Q_STOP] - tasks[:, Q_START], 0)
-    for end in (server, home):
-        np.add.at(query_in, end, moved)
+    queries = travelling_queries(tasks)
+    keys = travelling_keys(lengths, tasks, tokens_per_server, starts)
     # What goes out of the one comes in at the other, both ways: in and out are alike.
-    query_out = query_in.copy()
-    # Keys: the union of each server's key ranges of a document, split by the rank that owns them.
+    query_rows = queries.into(servers) + queries.out_of(servers)
+    return TravellingRows(query_rows, query_rows.copy(), keys.into(servers), keys.out_of(servers))
+
+
+def travelling_queries(tasks: np.ndarray) -> Flows:
+    """Query rows of tasks, int64 [n, 7], that are not computed at home."""
+    home, server = tasks[:, HOME], tasks[:, SERVER]
+    return Flows(home, server, np.where(home != server, tasks[:, Q_STOP] - tasks[:, Q_START], 0))
+
+
+def travelling_keys(
+    lengths: np.ndarray,
+    tasks: np.ndarray,
+    tokens_per_server: int,
+    starts: np.ndarray | None = None,
+) -> Flows:
+    """Key rows that go to servers for tasks in any order: the union of each server's key ranges of a
+    document, split by the rank that owns them. Documents end to end by default."""
+    starts = document_starts(lengths) if starts is None else starts
+    document, server = tasks[:, DOCUMENT], tasks[:, SERVER]
     order = np.lexsort((tasks[:, K_START], document, server))
     document, server = document[order], server[order]
     start, stop = tasks[order, K_START], tasks[order, K_STOP]
@@ -234,6 +264,4 @@ def travelling_rows(
     rows = np.minimum(last, (owner + 1) * tokens_per_server)
     rows -= np.maximum(first, owner * tokens_per_server)
     rows[owner == server] = 0
-    np.add.at(key_in, server, rows)
-    np.add.at(key_out, owner, rows)
-    return TravellingRows(query_in, query_out, key_in, key_out)
+    return Flows(owner, server, rows)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cad_jax.sharding.cost import Flows, travelling_queries
 from cad_jax.sharding.tasks import (
     DOCUMENT,
     HOME,
@@ -47,11 +48,6 @@ class PublishedPlan(NamedTuple):
         the server needs, without the server's own rows.
         """
         tasks, servers = self.tasks, self.servers
-        moved = np.where(
-            tasks[:, HOME] != tasks[:, SERVER], tasks[:, Q_STOP] - tasks[:, Q_START], 0
-        )
-        q_in, q_out = (np.bincount(tasks[:, c], moved, servers) for c in (SERVER, HOME))
-        kv_in, kv_out = np.zeros((2, servers))
         span = int(self.lengths.max(initial=0)) + 1
         key = tasks[:, DOCUMENT] * servers + tasks[:, SERVER]
         holders, of = np.unique(key, return_inverse=True)
@@ -71,9 +67,7 @@ class PublishedPlan(NamedTuple):
         )
         server, home = holders[holder] % servers, tasks[task, HOME]
         rows = np.where(server == home, 0, rows)
-        np.add.at(kv_in, server, rows)
-        np.add.at(kv_out, home, rows)
-        return MovedRows(q_in, q_out, kv_in, kv_out)
+        return MovedRows(travelling_queries(tasks), Flows(home, server, rows))
 
 
 def even_lengths(lengths: np.ndarray, room_tokens: int) -> np.ndarray:

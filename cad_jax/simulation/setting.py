@@ -39,6 +39,8 @@ class Setting:
     tokens_over_tp: whether tp splits tokens, or weights, outside attention, for the memory.
     planner, speeds: of cad's plans, see `plan_documents`; speeds (one a rank, none where they are alike) are relative
     to their mean and count for everything that a rank computes, under every strategy.
+    node: servers of a node as cad's planner knows them, 1 where it takes all for remote, as training does
+    unless told (`attention.node`); exchanges take what they take all the same.
     element_bytes: of q, k and v on the wire. published_copy_byte_s: seconds of compute, forward and backward, a
     byte of a rank's own q, k and v, that copies around the published planner's exchanges take.
     """
@@ -60,6 +62,7 @@ class Setting:
     published_copy_byte_s: tuple[float, float] = (0.0, 0.0)
     planner: Planner = plan_documents
     speeds: tuple[float, ...] = ()
+    node: int = 1
 
     def __post_init__(self):
         if self.ranks < 1 or self.pp < 1 or self.ranks % self.pp:
@@ -159,7 +162,7 @@ def model_flops(setting: Setting, lengths: MicrobatchLengths) -> float:
 def pool_of(setting: Setting, ranks: int, tokens: int, longest: int | None = None) -> Pool:
     """tokens: T. longest: the longest document to come, by default a stage's nano-batch."""
     longest = longest or tokens * setting.dp
-    pool = Pool(setting.wire(ranks), tokens, setting.heads, longest)
+    pool = Pool(setting.wire(ranks), tokens, setting.heads, longest, node=setting.node)
     # Only plans over all ranks are made by it: those of a single stage stay at home.
     every = ranks == setting.ranks
     return replace(pool, planner=setting.planner, speeds=setting.speeds) if every else pool

@@ -58,7 +58,7 @@ class Pool:
     """What every strategy knows of the ranks that share a nano-batch.
 
     wire: its network. tokens_per_server: T. heads: of one device. max_document_tokens: the longest
-    document to come, for capacities. planner, speeds: see `Setting`.
+    document to come, for capacities. planner, speeds, node (of planning): see `Setting`.
     """
 
     wire: Wire
@@ -67,6 +67,7 @@ class Pool:
     max_document_tokens: int
     planner: Planner = plan_documents
     speeds: tuple[float, ...] = ()
+    node: int = 1
 
     @property
     def servers(self) -> int:
@@ -104,6 +105,7 @@ def plan(
     asked |= {"key_ranges": key_ranges} if key_ranges > 1 else {}
     asked |= {"transport": transport} if transport is not None else {}
     asked |= {"speeds": np.array(pool.speeds)} if pool.speeds else {}
+    asked |= {"node": pool.node} if pool.node > 1 else {}
     return plan_with(
         pool.planner,
         lengths,
@@ -195,11 +197,10 @@ def published_work(
     exchanges = exact_exchanges(
         rows, pool.heads, pool.wire, backward_q_rows=3, backward_scalars=1, announced=False
     )  # q, out and d_out, with lse
-    held = pool.tokens_per_server
-    return AttentionWork(
-        forward, backward, *exchanges, pool.servers,
-        held + int(rows.q_in.max()), held + int(rows.kv_in.max()),
-    )  # fmt: skip
+    query_rows, key_rows = (
+        pool.tokens_per_server + int(f.into(pool.servers).max()) for f in (rows.q, rows.kv)
+    )
+    return AttentionWork(forward, backward, *exchanges, pool.servers, query_rows, key_rows)
 
 
 def head_tail_tasks(lengths: np.ndarray, servers: int) -> np.ndarray:

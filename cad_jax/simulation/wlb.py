@@ -103,7 +103,7 @@ def wlb_step(
         held = bins[nth * replicas : (nth + 1) * replicas]
         rows = [-(-int(b.sum()) // cp) for b in held]
         parts = [
-            _packed_work(b, pool_of(setting, cp, max(t, 1)), setting.gather_again)
+            packed_work(b, pool_of(setting, cp, max(t, 1)), setting.gather_again)
             for b, t in zip(held, rows, strict=True)
         ]
         works.append([_side_by_side(parts)])
@@ -118,9 +118,11 @@ def wlb_step(
     )
 
 
-def _packed_work(lengths: np.ndarray, pool: Pool, gather_again: bool) -> AttentionWork:
-    """Per-document context parallelism as the packing system runs it: gradients in the dtype of keys, and documents
-    that would fall into pieces of less than a tile whole on one rank, evenly in sum (in its favour)."""
+def packed_work(lengths: np.ndarray, pool: Pool, gather_again: bool) -> AttentionWork:
+    """Per-document context parallelism at its best: gradients in the dtype of keys, and documents that would fall into
+    pieces of less than a tile whole on one rank each, evenly in sum (in its favour). gather_again: see
+    `strategies.gathered_work`.
+    """
     lengths = np.asarray(lengths, np.int64)
     short = lengths < 2 * pool.servers * TILE_ROWS
     work = strategies.gathered_work(

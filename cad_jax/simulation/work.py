@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cad_jax.sharding.cost import ModelShape, travelling_rows
+from cad_jax.sharding.cost import Flows, ModelShape, travelling_keys, travelling_queries
 from cad_jax.sharding.cost_model import CostModel, layer_weights
 from cad_jax.sharding.plan import Plan
-from cad_jax.sharding.tasks import HOME, Q_START, Q_STOP, SERVER, Capacities, HeadShape
+from cad_jax.sharding.tasks import Capacities, HeadShape
 
 LSE_BYTES = 4  # float32, of each row and head
 FLOAT32_BYTES = 4
@@ -119,13 +119,10 @@ class Wire(NamedTuple):
         )
 
     def exact_s(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
-        """An all-to-all of exactly the rows needed, [S] -> [S]: the busier side of each rank, a share
-        of whose peers are in its own node.
-        """
-        most = np.maximum(sent, received)
-        peers = max(self.servers - 1, 1)
-        near = (self.node_ranks - 1) / peers
-        return np.array([self._seconds(b * (1 - near), b * near) for b in most.tolist()])
+        """An all-to-all of exactly the rows needed, bytes [2, S] that leave a node and that stay within
+        it -> [S]: the busier side of each rank."""
+        most = np.maximum(sent, received).T.tolist()
+        return np.array([self._seconds(far, near) for far, near in most])
 
     def gather_s(self, shard_bytes: float) -> float:
         """All-gather, or reduce-scatter, of shard_bytes of every rank: what another node holds comes in
@@ -172,8 +169,15 @@ def padded_exchanges(
     )
 
 
+class MovedRows(NamedTuple):
+    """Rows that go to servers in one dispatch; key rows once a server and document."""
+
+    q: Flows
+    kv: Flows
+
+
 def exact_exchanges(
-    rows: "MovedRows",
+    rows: MovedRows,
     heads: HeadShape,
     wire: Wire,
     *,
@@ -188,13 +192,16 @@ def exact_exchanges(
     """
     q, kv = heads.q_row_bytes(wire.element_bytes), heads.kv_row_bytes(wire.element_bytes)
     scalar = LSE_BYTES * heads.num_q_heads
+    (q_in, q_out), (kv_in, kv_out) = (
+        (_ends(f.server, f, wire), _ends(f.home, f, wire)) for f in (rows.q, rows.kv)
+    )
 
     def exchange(q_bytes: float, kv_bytes: float, *, home: bool) -> Exchange:
-        to_server = rows.q_in * q_bytes + rows.kv_in * kv_bytes
-        from_home = rows.q_out * q_bytes + rows.kv_out * kv_bytes
+        to_server = q_in * q_bytes + kv_in * kv_bytes
+        from_home = q_out * q_bytes + kv_out * kv_bytes
         sent, received = (to_server, from_home) if home else (from_home, to_server)
         hop = wire.exact_s(sent, received) + announced * wire.dense_s(0.0)
-        return Exchange((hop,), np.maximum(sent, received))
+        return Exchange((hop,), np.maximum(sent.sum(axis=0), received.sum(axis=0)))
 
     return (
         exchange(q, kv, home=False),
@@ -204,23 +211,17 @@ def exact_exchanges(
     )
 
 
-class MovedRows(NamedTuple):
-    """Rows that go to servers in one dispatch, int64 [S] each: q_in, kv_in at the servers, q_out,
-    kv_out at the homes. Key rows once a server and document."""
-
-    q_in: np.ndarray
-    q_out: np.ndarray
-    kv_in: np.ndarray
-    kv_out: np.ndarray
+def _ends(rank: np.ndarray, flows: Flows, wire: Wire) -> np.ndarray:
+    """Rows of flows by the rank at one end, float64 [2, S]: those that leave a node, those within one."""
+    near = flows.home // wire.node_ranks == flows.server // wire.node_ranks
+    at = rank + wire.servers * near
+    return np.bincount(at, flows.rows, 2 * wire.servers).reshape(2, wire.servers)
 
 
 def moved_rows(plan: Plan) -> MovedRows:
     """Rows of a plan whose documents lie end to end, or with gaps."""
-    tasks, servers = plan.tasks, plan.servers
-    moved = np.where(tasks[:, HOME] != tasks[:, SERVER], tasks[:, Q_STOP] - tasks[:, Q_START], 0)
-    rows = travelling_rows(plan.lengths, tasks, servers, plan.tokens_per_server, plan.starts)
-    q_in, q_out = (np.bincount(tasks[:, c], moved, servers) for c in (SERVER, HOME))
-    return MovedRows(q_in, q_out, rows.key_rows_in, rows.key_rows_out)
+    keys = travelling_keys(plan.lengths, plan.tasks, plan.tokens_per_server, plan.starts)
+    return MovedRows(travelling_queries(plan.tasks), keys)
 
 
 def attention_seconds(

@@ -12,6 +12,7 @@ from cad_jax.sharding.capacities import (
     default_capacities,
     home_capacities,
 )
+from cad_jax.sharding.cost import travelling_keys
 from cad_jax.sharding.plan import Plan, home_plan
 from cad_jax.sharding.planner import plan_documents
 from cad_jax.sharding.required import required_capacities
@@ -181,7 +182,7 @@ def test_travelling_rows_equal_a_count_of_rows(lengths, random):
         task[K_START] = random.randrange(int(task[K_STOP]))
     starts = document_starts(plan.lengths)
     query_in, query_out, key_in, key_out = np.zeros((4, servers), int)
-    sent = set()
+    sent, keys = set(), np.zeros((servers, servers), int)
     for d, q_start, q_stop, k_start, k_stop, home, server in tasks.tolist():
         if home != server:
             query_in[[server, home]] += q_stop - q_start
@@ -191,7 +192,12 @@ def test_travelling_rows_equal_a_count_of_rows(lengths, random):
         if token // tokens != server:
             key_in[server] += 1
             key_out[token // tokens] += 1
-    counted = with_tasks(plan, tasks.reshape(-1, 7)).travelling_rows()
+            keys[token // tokens, server] += 1
+    changed = with_tasks(plan, tasks.reshape(-1, 7))
+    counted, flows = changed.travelling_rows(), travelling_keys(plan.lengths, changed.tasks, tokens)
+    pairs = np.zeros_like(keys)
+    np.add.at(pairs, (flows.home, flows.server), flows.rows)
+    assert pairs.tolist() == keys.tolist()
     for ours, theirs in zip(counted, (query_in, query_out, key_in, key_out), strict=True):
         assert ours.tolist() == theirs.tolist()
 

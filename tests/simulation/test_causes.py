@@ -47,7 +47,7 @@ def test_slow_gathers_slow_gathers_alone() -> None:
     slow = with_causes(base, ("slow_gathers",))
     gather, exact = (
         [f(w.wire(RANKS)) for w in (base, slow)]
-        for f in (lambda w: w.gather_s(1e9), lambda w: w.exact_s(np.ones(8), np.ones(8)))
+        for f in (lambda w: w.gather_s(1e9), lambda w: w.exact_s(np.ones((2, 8)), np.ones((2, 8))))
     )
     assert gather[1] == pytest.approx(gather[0] / 0.55, rel=1e-3)
     np.testing.assert_array_equal(exact[0], exact[1])

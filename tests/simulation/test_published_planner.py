@@ -32,8 +32,33 @@ def test_two_servers_by_hand() -> None:
     moved = plan.tasks[plan.tasks[:, 5] != plan.tasks[:, 6]]
     assert moved[:, 1:3].tolist() == [[512 - taken, 512 + taken]], "adjacent to the middle"
     rows = plan.moved_rows()
-    assert rows.q_in.tolist() == [0, 2 * taken] and rows.q_out.tolist() == [2 * taken, 0]
-    assert rows.kv_in.tolist() == [0, 512 + taken] and rows.kv_out.tolist() == [512 + taken, 0]
+    for flows, moved_rows in ((rows.q, 2 * taken), (rows.kv, 512 + taken)):
+        assert flows.into(2).tolist() == [0, moved_rows]
+        assert flows.out_of(2).tolist() == [moved_rows, 0]
+
+
+def test_rows_travel_from_their_homes_as_a_count_says() -> None:
+    """Of every pair of ranks: all queries of a task, and keys of each server's longest prefix."""
+    rng = np.random.default_rng(1)
+    lengths = long_tailed_lengths(rng, 8 * 512)
+    lengths[-1] = max(lengths[-1] - 16, 0)
+    plan = plan_published([lengths], servers=8, tokens_per_server=512, heads=HEADS, tolerance=0.0)
+    homes, prefixes = {}, {}
+    queries, keys = np.zeros((2, 8, 8), int)
+    for document, low, high, _, _, home, server in plan.tasks.tolist():
+        homes |= {(document, row): home for row in range(low, high)}
+        at = document, server
+        prefixes[at] = max(prefixes.get(at, 0), high)
+        queries[home, server] += high - low
+    for (document, server), stop in prefixes.items():
+        for row in range(stop):
+            keys[homes[document, row], server] += 1
+    for flows, counted in zip(plan.moved_rows(), (queries, keys), strict=True):
+        pairs = np.zeros((8, 8), int)
+        np.add.at(pairs, (flows.home, flows.server), flows.rows)
+        np.fill_diagonal(counted, 0)
+        assert pairs.sum() > 0
+        assert pairs.tolist() == counted.tolist()
 
 
 def test_every_pair_once_and_deficits_within_tolerance() -> None:
@@ -74,8 +99,10 @@ def test_it_moves_what_the_released_code_moves(name: str, tolerance: float) -> N
             [np.array(batch)], servers=32, tokens_per_server=T, heads=HEADS, tolerance=tolerance
         )
         rows, loads = plan.moved_rows(), plan.loads()
-        q = (rows.q_in + rows.q_out) * HEADS.q_row_bytes() / 2**20
-        key_in, key_out = (x * HEADS.kv_row_bytes() / 2**20 for x in (rows.kv_in, rows.kv_out))
+        q = (rows.q.into(32) + rows.q.out_of(32)) * HEADS.q_row_bytes() / 2**20
+        key_in, key_out = (
+            x * HEADS.kv_row_bytes() / 2**20 for x in (rows.kv.into(32), rows.kv.out_of(32))
+        )
         figures.append(
             (
                 loads.max() / loads.mean(),

@@ -8,14 +8,22 @@ import pytest
 from cad_jax.pipeline.memory import StepMemory, estimate_memory
 from cad_jax.pipeline.schedule import one_f_one_b
 from cad_jax.sharding.capacities import home_capacities
-from cad_jax.sharding.cost import DEVICES, ModelShape, model_shape
+from cad_jax.sharding.cost import DEVICES, Flows, ModelShape, model_shape
 from cad_jax.sharding.cost_model import CostModel, Link, analytic, layer_weights
+from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.tasks import HeadShape
 from cad_jax.simulation.candidates import Candidate, Trials
 from cad_jax.simulation.memory import Memory, memory
 from cad_jax.simulation.published import plan_published
-from cad_jax.simulation.setting import Setting, StepResult, model_flops
-from cad_jax.simulation.step import Overlap, pooled_step, pooled_works, stage_step, stage_works
+from cad_jax.simulation.setting import Setting, StepResult, model_flops, pool_of
+from cad_jax.simulation.step import (
+    Overlap,
+    pooled_step,
+    pooled_works,
+    stage_step,
+    stage_works,
+    tick_plans,
+)
 from cad_jax.simulation.strategies import (
     Pool,
     Transport,
@@ -27,7 +35,7 @@ from cad_jax.simulation.strategies import (
     ring_steps,
 )
 from cad_jax.simulation.wlb import best_wlb_step, pack_by_work, wlb_step
-from cad_jax.simulation.work import MovedRows, Wire, exact_exchanges, moved_rows
+from cad_jax.simulation.work import Exchange, MovedRows, Wire, exact_exchanges, moved_rows
 from experiments.figures.common import KIB, Row, cad_step, published_costs
 from experiments.figures.with_pipeline import (
     LOSING,
@@ -208,24 +216,72 @@ def test_exchanges_by_hand() -> None:
     assert Wire(costs, 8, 1, all_remote=True).dense_s(100.0) == pytest.approx(70 + 1)
     assert Wire(costs, 4, 8).gather_s(80.0) == pytest.approx(3 * 80 / 10 + 1)
     assert Wire(costs, 4, 8, gather_share=0.5).gather_s(80.0) == pytest.approx(3 * 160 / 10 + 1)
-    exact = Wire(costs, 4, 8).exact_s(np.array([10.0, 0, 0, 0]), np.array([0, 30.0, 0, 0]))
+    sent, received = np.array([[10.0, 0, 0, 0], [0] * 4]), np.array([[0, 30.0, 0, 0], [0] * 4])
+    exact = Wire(costs, 4, 8).exact_s(sent, received)
     assert exact.tolist() == pytest.approx([2.0, 4.0, 1.0, 1.0])
+
+
+def test_exact_exchanges_between_and_within_nodes_by_hand() -> None:
+    """Two nodes of two ranks; rows of one unit: queries of 2 bytes, keys and values of 4."""
+    costs = replace(COSTS, between_nodes=Link(10.0, 1.0), within_node=Link(100.0, 0.5))
+    q = Flows(*(np.array(x) for x in ([0, 0, 3], [1, 2, 2], [100, 10, 50])))
+    kv = Flows(*(np.array(x) for x in ([1, 3], [2, 2], [20, 5])))
+
+    def dispatch(wire: Wire) -> Exchange:
+        return exact_exchanges(
+            MovedRows(q, kv), HeadShape(1, 1, 1), wire,
+            backward_q_rows=2, backward_scalars=2, announced=False,
+        )[0]  # fmt: skip
+
+    # Rank 0 sends 200 bytes to its neighbour and 20 to the other node; rank 1 takes in 200 and sends 80 away;
+    # rank 2 takes in 100 + 20 from its neighbour and 20 + 80 from the other node; rank 3 sends that 120.
+    wire = Wire(costs, 4, 4)
+    assert wire.node_ranks == 2
+    expected = [max(20 / 10 + 1, 200 / 100 + 0.5), 80 / 10 + 1, 100 / 10 + 1, 120 / 100 + 0.5]
+    assert dispatch(wire).hops[0].tolist() == pytest.approx(expected)
+    assert dispatch(wire).bytes.tolist() == [220, 200, 220, 120]
+    remote = dispatch(wire._replace(all_remote=True))
+    assert remote.hops[0].tolist() == pytest.approx([22 + 1, 20 + 1, 22 + 1, 12 + 1])
+    assert remote.bytes.tolist() == [220, 200, 220, 120]
+
+
+def test_plans_know_nodes_where_the_setting_says_so() -> None:
+    """Then less leaves a node, at the same bound on loads; by default plans are those of training's."""
+    lengths = [[np.array([5 * T, T, T, T, 3 * T, *[T // 8] * 40])]]
+    at = setting(16)
+
+    def planned(node: int) -> Plan:
+        known = replace(at, node=node)
+        ((made,),) = tick_plans(known, lengths, pool_of(known, 16, T), 0.05)
+        return made
+
+    def away(made: Plan) -> int:
+        rows = moved_rows(made)
+        return sum(int(f.rows[f.home // 8 != f.server // 8].sum()) for f in (rows.q, rows.kv))
+
+    assert at.wire(16).node_ranks == 8
+    default = planned(at.node)
+    assert default == plan(lengths[0][0], pool_of(at, 16, T), 0.05)
+    assert max(planned(8).max_over_mean, default.max_over_mean) <= 1.06
+    assert away(planned(8)) < 0.8 * away(default)
 
 
 def test_what_travels_backward_by_hand() -> None:
     """A query takes q and d_out with lse and delta to its server; in the published system q, out and d_out
     with lse."""
     heads = HeadShape(8, 2, 64)
-    rows = MovedRows(*(np.array(x) for x in ([0, 10], [10, 0], [0, 30], [30, 0])))
+    rows = MovedRows(*(Flows(np.array([0]), np.array([1]), np.array([n])) for n in (10, 30)))
     wire = Wire(replace(COSTS, between_nodes=Link(10.0, 0.0)), 2, 8)
     q, kv, scalar = 2 * 8 * 64, 2 * 2 * 2 * 64, 4 * 8
     pool = Pool(wire, T, heads, 2 * T)
     lengths = np.array([T + 1024, T - 1024])  # two servers: the first gives rows away
     own = planned_work(plan(lengths, pool, 0.0), pool, "ragged")
     moved = moved_rows(plan(lengths, pool, 0.0))
-    assert moved.q_in.sum() > 0
-    sent = moved.q_out * (2 * q + 2 * scalar) + moved.kv_out * kv
-    received = moved.q_in * (2 * q + 2 * scalar) + moved.kv_in * kv
+    assert moved.q.rows.sum() > 0
+    sent, received = (
+        getattr(moved.q, end)(2) * (2 * q + 2 * scalar) + getattr(moved.kv, end)(2) * kv
+        for end in ("out_of", "into")
+    )
     np.testing.assert_allclose(own.dispatch_backward.bytes, np.maximum(sent, received))
     both = exact_exchanges(
         rows, heads, wire, backward_q_rows=3, backward_scalars=1, announced=False
@@ -234,8 +290,10 @@ def test_what_travels_backward_by_hand() -> None:
     stages = [lengths]
     made = plan_published(stages, servers=2, tokens_per_server=T, heads=heads, tolerance=0.0)
     theirs, moved = published_work(stages, pool, 0.0), made.moved_rows()
-    sent = moved.q_out * (3 * q + scalar) + moved.kv_out * kv
-    received = moved.q_in * (3 * q + scalar) + moved.kv_in * kv
+    sent, received = (
+        getattr(moved.q, end)(2) * (3 * q + scalar) + getattr(moved.kv, end)(2) * kv
+        for end in ("out_of", "into")
+    )
     np.testing.assert_allclose(theirs.dispatch_backward.bytes, np.maximum(sent, received))
 
 
