@@ -4,14 +4,15 @@ table of published against ours.
     python -m experiments.figures.regenerate [FIGURE ..] [--batches N] [--out FOLDER]
 
 Without names: all, the cheap ones first; README.md is written after each, so that what was done stays when
-the rest is stopped. Sections of figures that are not named are kept. Host only. On one idle core and with their own
-numbers of batches the first ten take about 5 minutes together, without_pipeline 14 and with_pipeline 19; what each took is in
-README.md.
+the rest is stopped. Sections of figures that are not named are kept. Host only. The last three run on all cores. On two
+cores, and with their own numbers of batches, the first ones take about 4 minutes together, sensitivity 2, without_pipeline
+and with_pipeline 15 to 30 each; what each took is in README.md.
 """
 
 import argparse
 import contextlib
 import io
+import os
 import time
 from importlib import import_module
 from pathlib import Path
@@ -58,7 +59,7 @@ def main() -> None:
             command += f" --batches {batches}"
         about = (module.__doc__ or name).partition("\n\n")[0].replace("\n", " ")
         sections[name] = "\n".join(
-            [f"## {about}", "", f"`{command}`, {seconds:.0f} s on one core", "",
+            [f"## {about}", "", f"`{command}`, {seconds:.0f} s of wall time, {os.cpu_count()} cores", "",
              *_tables(text.getvalue().splitlines()), ""]
         )  # fmt: skip
         ordered = [sections[script] for script in SCRIPTS if script in sections]
