@@ -15,7 +15,7 @@ from cad_jax.sharding.tasks import Capacities
 StrategyName = Literal["cad", "home", "all_gather", "ring", "native", "native_dense"]
 PLANNED_STRATEGIES = ("cad", "home")  # those with capacities to set
 OF_CAD = ("key_ranges", "planner", "speeds", "server_speeds", "node", "profile")  # alone, if set
-UNSIMULATED = ("planner", "speeds", "server_speeds", "node", "placement")  # for a tolerance
+UNSIMULATED = ("planner", "speeds", "server_speeds", "placement")  # for a tolerance
 
 
 @dataclass(frozen=True)

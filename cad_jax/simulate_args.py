@@ -68,6 +68,10 @@ class SimulateArgs:
     transport: Literal["auto", "direct", "relay", "ragged"] = "auto"
     """Of all plans but the published planner's; auto takes the one of fewest simulated seconds, as in training; ragged
     moves only the rows needed, without padding (not on cpu)."""
+    key_ranges: int = 1
+    """Servers among which cad and planner may divide the keys of one query, as in training."""
+    node: int = 1
+    """Servers of a node as cad and planner know them, within which bytes are cheap to them; as in training, 1 unless told."""
     planner: str | None = None
     """module:function, a planner of one's own, as in training: simulated beside the others as `planner`. Its plans
     are checked."""
@@ -140,6 +144,13 @@ class SimulateArgs:
         check_number("--steps", self.steps, 1, MAX_STEPS, "4 give a fair mean")
         check_number("--seed", self.seed, 0, MAX_SEED, "0 is usual")
         check_number("--tolerance", self.tolerance, 0, MAX_TOLERANCE, "0.05 is usual")
+        cure = "use 1 for whole prefixes"
+        check_number("--key-ranges", self.key_ranges, 1, MAX_POOL_TOKENS, cure)
+        check_number("--node", self.node, 1, self.ranks, "use 1 where nodes play no part")
+        if self.ranks % self.node:
+            raise ValueError(
+                f"--node must divide --ranks (= {self.ranks}), got {self.node}: use a divisor of it"
+            )
         check_number("--headroom", self.headroom, 1, MAX_HEADROOM, "1 is none at all")
         check_number("--recompute", self.recompute, 0, 1, "1 is all of it")
         check_number(

@@ -80,7 +80,7 @@ def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
         "planner, published) or not; "
     )
     result.caption = (
-        "under a name: its transport and tolerance, or replicas; "
+        "under a name: its transport, tolerance and (k) --key-ranges, or replicas; "
         f"{'' if one else f'under {unit}: shortest and longest step; '}"
         f"ratio: time over {rows[0].name}'s; idle: share of all rank-seconds without work of a rank's "
         f"own; exposed: of them, on the network; {bubble if args.pp > 1 else ''}"

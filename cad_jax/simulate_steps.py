@@ -127,7 +127,9 @@ def simulate(args: SimulateArgs, console: Console) -> Simulation:
     def candidate(name: Strategy) -> Candidate:
         if name in ("cad", "planner"):
             own = planned if name == "planner" else trials
-            return fastest_cad(own, args.overlap, transports, args.tolerance, usable)
+            return fastest_cad(
+                own, args.overlap, transports, args.tolerance, usable, args.key_ranges
+            )
         if name == "published":
             return fastest_published(trials, args.overlap, args.tolerance, usable)
         if name == "home":
@@ -168,7 +170,7 @@ def setting_of(args: SimulateArgs) -> Setting:
     """What the steps run on. Raises ValueError for numbers, a profile or speeds that do not fit each other."""
     setting = Setting(
         model_shape(args.model), cost_model(args), args.ranks, args.tp, args.pp, args.recompute,
-        args.all_remote, head=True, tokens_over_tp=args.tp_splits == "tokens",
+        args.all_remote, head=True, tokens_over_tp=args.tp_splits == "tokens", node=args.node,
     )  # fmt: skip
     setting = with_causes(setting, args.causes)
     _ = setting.heads  # refuses a tp that does not divide them

@@ -89,6 +89,7 @@ def _trials(
         again=float(config.training.remat != "none"), head=True,
         tokens_over_tp=mesh.tp_splits == "tokens",
         element_bytes=jnp.dtype(model.dtype).itemsize,
+        node=config.attention.node,
     )  # fmt: skip
     steps = []
     for first in range(0, len(samples), per_step):

@@ -183,6 +183,8 @@ def test_devices_have_a_profile_of_their_own() -> None:
          "model must be one of"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--profile", "x"], "h200_fa2"),
         (["--ranks", "0", "--tokens-per-rank", "65536", "--workload", "mixed"], "--ranks must be at least"),
+        (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--node", "3"],
+         "--node must divide --ranks (= 4), got 3: use a divisor"),
         *((["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", option, value],
            f"{option} must be at least ")
           for option, value in (("--headroom", "nan"), ("--headroom", "inf"), ("--tolerance", "inf"),
@@ -297,6 +299,24 @@ def test_what_is_left_open_is_of_fewest_seconds(tmp_path: Path) -> None:
     text = io.StringIO()
     run(SimulateArgs(**args, tolerance=0.05, transport="ragged"), quiet(text))
     assert "of fewest simulated seconds" not in text.getvalue()
+
+
+def test_keys_may_be_divided_and_nodes_known(tmp_path: Path) -> None:
+    """Sixteen ranks of two nodes, a slow network between: divided keys carry less, and who knows nodes leaves them less often."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("8000\n" * 16 + "32000\n" * 4 + "100\n" * 800)
+    args: dict[str, Any] = {
+        "ranks": 16, "tokens_per_rank": 8192, "tp": 1, "lengths": path, "tolerance": 0.05,
+        "transport": "ragged", "strategies": ("cad",), "steps": 2, "between_nodes_gb_s": 1.0,
+    }  # fmt: skip
+    text = io.StringIO()
+    (whole,), (divided,), (knowing,) = (
+        run(SimulateArgs(**args, **more), quiet(text))
+        for more in ({}, {"key_ranges": 8}, {"node": 8})
+    )
+    assert divided.figures()["wire_bytes_mean"] < 0.95 * whole.figures()["wire_bytes_mean"]
+    assert divided.step_s < 0.95 * whole.step_s and knowing.step_s < 0.85 * whole.step_s
+    assert "ragged 0.05 k8" in " ".join(text.getvalue().split())
 
 
 def test_simulate_and_advise_say_the_same(tmp_path: Path) -> None:

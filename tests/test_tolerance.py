@@ -63,6 +63,19 @@ def test_kernel_times_are_named_as_plan_names_them_and_wide_elements_cost_their_
     assert usual != seconds(replace(config, model=replace(config.model, dtype="float32")))
 
 
+def test_planning_that_knows_nodes_is_simulated_so() -> None:
+    """Bytes within a node are cheap to it: over a slow network other seconds come out."""
+    config, said = large_run(), []
+    mesh = replace(config.mesh, dp=16, tp=1)
+    samples = uneven(16 * 4096, sample_count(config))
+    for node in (1, 8):
+        attention = replace(config.attention, node=node)
+        asked = replace(config, mesh=mesh, attention=attention)
+        device = replace(DEVICES["h200"], between_nodes_bytes_s=1e9)
+        predicted_tolerance(asked, samples, 16 * 4096, device=device, say=said.append)
+    assert said[0] != said[1]
+
+
 def test_strategies_that_balance_nothing_record_the_usual_one() -> None:
     config = large_run(strategy="home")
     value = predicted_tolerance(config, [], 1, device=DEVICES["h200"], say=pytest.fail)

@@ -45,7 +45,12 @@ class Averages(NamedTuple):
         if self.candidate.strategy == "wlb":
             divisions = {r.strategy.removeprefix("wlb ") for r in self.results}
             return divisions.pop() if len(divisions) == 1 else "by step"
-        known = (self.candidate.transport, self.candidate.tolerance)
+        ranges = self.candidate.key_ranges
+        known = (
+            self.candidate.transport,
+            self.candidate.tolerance,
+            f"k{ranges}" if ranges > 1 else None,
+        )
         return " ".join(str(value) for value in known if value is not None)
 
     @property
@@ -58,6 +63,7 @@ class Averages(NamedTuple):
             self.name,
             self.candidate.transport,
             None if tolerance is None else f"tolerance {tolerance}",
+            f"key ranges {self.candidate.key_ranges}" if self.candidate.key_ranges > 1 else None,
         ]
         return ", ".join(part for part in parts if part is not None)
 
@@ -80,6 +86,7 @@ class Averages(NamedTuple):
             "overlap": self.candidate.overlap,
             "transport": self.candidate.transport,
             "tolerance": self.candidate.tolerance,
+            "key_ranges": self.candidate.key_ranges,
             "steps": [{"name": r.strategy, "step_s": r.step_s} for r in self.results],
         }
 
@@ -96,12 +103,13 @@ def fastest_cad(
     transports: Sequence[Transport],
     tolerance: float | None,
     usable_bytes: float,
+    key_ranges: int = 1,
 ) -> Candidate:
     """cad by the transport, and where tolerance is None by the tolerance, of fewest simulated seconds."""
-    fixed = [Candidate("cad", overlap, t, tolerance, "measured") for t in transports]
+    fixed = [Candidate("cad", overlap, t, tolerance, "measured", key_ranges) for t in transports]
     if tolerance is not None:
         return _fastest(trials, fixed, usable_bytes)
-    bests = [choose_tolerance(trials, t, overlap, usable_bytes)[0] for t in transports]
+    bests = [choose_tolerance(trials, t, overlap, usable_bytes, key_ranges)[0] for t in transports]
     return fastest(_fitting(bests, usable_bytes), bests.index, tie=TIE).candidate
 
 
