@@ -284,7 +284,7 @@ def test_what_is_left_open_is_of_fewest_seconds(tmp_path: Path) -> None:
     chosen = {row.name: row for row in run(SimulateArgs(**args), quiet(text))}
     every: dict[str, list[float]] = {"cad": [], "published": []}
     for tolerance, transport in product(
-        (0.01, 0.02, 0.05, 0.1, 0.2), ("direct", "relay", "ragged")
+        (0.003, 0.01, 0.02, 0.05, 0.1, 0.2), ("direct", "relay", "ragged")
     ):
         fixed = SimulateArgs(**args, tolerance=tolerance, transport=transport)  # type: ignore[arg-type]
         for row in run(fixed, quiet()):
@@ -295,7 +295,7 @@ def test_what_is_left_open_is_of_fewest_seconds(tmp_path: Path) -> None:
     way = chosen["cad"].candidate
     printed = " ".join(text.getvalue().split())
     assert f"{way.transport} {way.tolerance}" in printed
-    assert "transport (of direct, relay, ragged) and tolerance (of 0.01," in printed
+    assert "transport (of direct, relay, ragged) and tolerance (of 0.003," in printed
     text = io.StringIO()
     run(SimulateArgs(**args, tolerance=0.05, transport="ragged"), quiet(text))
     assert "of fewest simulated seconds" not in text.getvalue()

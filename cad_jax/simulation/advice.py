@@ -11,7 +11,7 @@ from cad_jax.simulation.candidates import Candidate, Outcome, Trials, fastest
 from cad_jax.simulation.step import Overlap
 from cad_jax.simulation.strategies import Transport
 
-TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
+TOLERANCES = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2)
 TRANSPORTS: tuple[Transport, ...] = ("direct", "relay", "ragged")  # first of equals wins
 KEY_RANGES = 8  # servers among which keys may be divided, besides 1
 TIE = 0.002  # seconds that differ by less are the same
