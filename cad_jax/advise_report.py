@@ -22,17 +22,18 @@ from cad_jax.sharding.cost import model_shape
 from cad_jax.sharding.cost_model import CostModel
 from cad_jax.simulate_args import BANDWIDTHS_GB_S, PIPELINE_MICROBATCHES
 from cad_jax.simulation.advice import Comparison, Verdict, compare, verdict
-from cad_jax.simulation.candidates import Outcome, Strategy, Trials, draw_steps
+from cad_jax.simulation.candidates import (
+    MAX_STEPS,
+    Outcome,
+    Strategy,
+    Trials,
+    draw_steps,
+    enough_steps,
+)
 from cad_jax.simulation.named_costs import named_costs, profile_file
 from cad_jax.simulation.setting import Setting
 
 GIB = 2**30
-MICROBATCHES, LARGE_MICROBATCHES = (
-    4,
-    2,
-)  # to simulate, at least; of large pools, which hold many documents
-LARGE_POOL_RANKS = 32
-MAX_STEPS = 10_000
 STRATEGIES: tuple[Strategy, ...] = ("cad", "home", "all_gather", "ring", "wlb")
 RECIPES = {"llama3-8b": "llama3_8b_h200"}  # by the model of their sizes
 
@@ -154,8 +155,7 @@ def advise(args: AdviseArgs, lengths: np.ndarray) -> Advice:
     topology = parse_topology(args.topology)
     setting = setting_of(args, topology)
     microbatch_tokens = 2 * setting.dp * args.tokens_per_rank
-    worth = MICROBATCHES if setting.ranks < LARGE_POOL_RANKS else LARGE_MICROBATCHES
-    count = args.steps or -(-worth // args.step_microbatches)
+    count = args.steps or enough_steps(setting.ranks, args.step_microbatches)
     steps = draw_steps(lengths, count, args.step_microbatches, microbatch_tokens, args.seed)
     drawn = [nano for step in steps for microbatch in step for nano in microbatch]
     check_memory(setting.ranks, args.pp * max(map(len, drawn)))
