@@ -6,7 +6,7 @@ from typing import Literal
 
 from cad_jax.command_line import check_number, check_outputs
 from cad_jax.pool_limits import MAX_MICROBATCHES, MAX_POOL_TOKENS, MAX_TOLERANCE
-from cad_jax.sharding.cost import DEVICES
+from cad_jax.sharding.cost import DEVICES, model_shape
 from cad_jax.sharding.placement import Placement, check_placement
 from cad_jax.simulation.named_costs import profile_file
 
@@ -96,6 +96,7 @@ class PlanArgs:
                 f"--servers x --tokens-per-server must be at most {MAX_POOL_TOKENS} tokens, got "
                 f"{self.servers} x {self.tokens_per_server} = {pool_tokens}: plan fewer of either"
             )
+        model_shape(self.model)  # names those that are known
         check_number("--tolerance", self.tolerance, 0, MAX_TOLERANCE, "0.05 is usual")
         check_number(
             "--key-ranges", self.key_ranges, 1, MAX_POOL_TOKENS, "use 1 for whole prefixes"

@@ -189,7 +189,6 @@ def run(args: PlanArgs, console: Console | None = None) -> Plan:
     Raises ValueError for bad input, before anything is written.
     """
     console = console or Console()
-    _ = model_shape(args.model)
     args.check()
     judge = Judge(
         None if args.profile is None else named_costs(DEVICES[args.device], args.profile),

@@ -126,6 +126,10 @@ class SimulateArgs:
             )
         if self.device not in DEVICES:
             raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {self.device}")
+        if self.device == "cpu" and self.transport == "ragged":
+            raise ValueError(
+                "--transport ragged needs GPUs, got --device cpu: use direct, relay or auto"
+            )
         if not self.strategies:
             raise ValueError("--strategies must name at least one: cad, for instance")
         if len(set(self.strategies)) < len(self.strategies):

@@ -28,7 +28,7 @@ GIB = 2**30
 def fits(row: Averages, device: str) -> bool | None:
     """Whether the steps fit the device; None where its memory is not known."""
     usable = usable_bytes(device)
-    return None if usable is None else row.memory_bytes <= usable
+    return None if usable is None else row.memory.total <= usable
 
 
 def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
@@ -79,8 +79,9 @@ def table(simulation: Simulation, args: SimulateArgs, label: str) -> Table:
         "bubble: share of a schedule's ticks in which a stage has no microbatch, in lockstep (cad, "
         "planner, published) or not; "
     )
+    keys = ", tolerance and (k) --key-ranges" if args.key_ranges > 1 else " and tolerance"
     result.caption = (
-        "under a name: its transport, tolerance and (k) --key-ranges, or replicas; "
+        f"under a name: its transport{keys}, or replicas; "
         f"{'' if one else f'under {unit}: shortest and longest step; '}"
         f"ratio: time over {rows[0].name}'s; idle: share of all rank-seconds without work of a rank's "
         f"own; exposed: of them, on the network; {bubble if args.pp > 1 else ''}"
@@ -149,10 +150,9 @@ def figures(simulation: Simulation, args: SimulateArgs, label: str) -> dict[str,
 
     def plain(row: Averages) -> dict[str, Any]:
         values = {n: None if math.isnan(v) else v for n, v in row.figures().items()}
-        memory = max((r.memory for r in row.results), key=lambda m: m.total)
         return values | {
             "label": "simulated",
-            "memory": memory._asdict(),
+            "memory": row.memory._asdict(),
             "memory_label": "derived",
             "fits": fits(row, args.device),
             **row.plain(),
@@ -190,7 +190,7 @@ def run(args: SimulateArgs, console: Console | None = None) -> list[Averages]:
     for row in rows:
         if fits(row, args.device) is False:
             console.print(
-                f"{row.name} does not fit: {row.memory_bytes / GIB:.0f} GiB, of which "
+                f"{row.name} does not fit: {row.memory.total / GIB:.0f} GiB, of which "
                 f"{USABLE_MEMORY:.0%} of {args.device}'s memory holds "
                 f"{(usable_bytes(args.device) or 0) / GIB:.0f}: use more ranks, stages or --tp"
             )

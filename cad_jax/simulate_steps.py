@@ -151,12 +151,12 @@ def simulate(args: SimulateArgs, console: Console) -> Simulation:
         began = time.perf_counter()
         with console.status(f"simulating {name}, {nth} of {len(names)}"):
             chosen = candidate(name)
-            results = (planned if name == "planner" else trials).results(
-                chosen, wlb_memory_bytes=usable, wlb_headrooms=headrooms
-            )
+            own = planned if name == "planner" else trials
+            results = own.results(chosen, wlb_memory_bytes=usable, wlb_headrooms=headrooms)
             # Events are many, and only those of the first are shown.
             kept = (r if nth == 1 else r._replace(timeline=Timeline(0)) for r in results)
-            rows.append(Averages(name, chosen, list(kept)))
+            held = list(kept)
+            rows.append(Averages(name, chosen, held, own.memory(chosen, held)))
         if many:
             console.print(f"{name}: simulated in {time.perf_counter() - began:.0f} s")
     slots = 2 * args.tokens_per_rank * setting.dp * args.step_microbatches * len(steps)

@@ -10,14 +10,13 @@ from cad_jax.attention_config import AttentionConfig
 from cad_jax.config import RunConfig
 from cad_jax.sharding.cost import Device, ModelShape
 from cad_jax.sharding.cost_model import CostModel
-from cad_jax.sharding.tasks import DENSE_TRANSPORTS
-from cad_jax.simulation.advice import TIE, TRANSPORTS, choose_tolerance
-from cad_jax.simulation.candidates import Trials, fastest
+from cad_jax.simulation.advice import TIE, choose_tolerance
+from cad_jax.simulation.averages import transports_of
+from cad_jax.simulation.candidates import MICROBATCHES, Trials, fastest
 from cad_jax.simulation.named_costs import named_costs
 from cad_jax.simulation.setting import Setting
 
 UNUSED_TOLERANCE = 0.05  # recorded for strategies that balance nothing
-MICROBATCHES = 4  # simulated, at least
 _FAST_KERNEL = "tokamax"  # whose speed on H100 and H200 is that of the profile named by default
 
 
@@ -51,11 +50,9 @@ def predicted_tolerance(
     asked = config.attention.asked_transport
     # "signal" bounds what a run with these exchanges could reach: its tolerance is that run's.
     overlap = "single_stream" if config.nano_batches == 1 else "pingpong"
-    usual = DENSE_TRANSPORTS if device.name == "cpu" else TRANSPORTS
     choices = [
         choose_tolerance(trials, transport, overlap, key_ranges=config.attention.key_ranges)
-        for transport in TRANSPORTS
-        if transport == asked or (asked == "auto" and transport in usual)
+        for transport in transports_of(asked, device.name)
     ]
     bests = [best for best, _ in choices]
     best = fastest(bests, bests.index, tie=TIE)

@@ -183,6 +183,8 @@ def test_devices_have_a_profile_of_their_own() -> None:
          "model must be one of"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--profile", "x"], "h200_fa2"),
         (["--ranks", "0", "--tokens-per-rank", "65536", "--workload", "mixed"], "--ranks must be at least"),
+        (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--device", "cpu", "--transport", "ragged"],
+         "--transport ragged needs GPUs, got --device cpu: use"),
         (["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", "--node", "3"],
          "--node must divide --ranks (= 4), got 3: use a divisor"),
         *((["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "mixed", option, value],
@@ -328,7 +330,9 @@ def test_simulate_and_advise_say_the_same(tmp_path: Path) -> None:
         "tp": 1,
     }
     advice = advise_report.run(AdviseArgs(**asked, topology="h200:1x4", steps=1), quiet())
-    said = {o.candidate: o.step_s for o in advice.comparison.cad + advice.comparison.others}
+    outcomes = advice.comparison.cad + advice.comparison.others
+    said = {o.candidate: o.step_s for o in outcomes}
+    held = {o.candidate: o.memory_bytes for o in outcomes}
     rows = run(SimulateArgs(**asked, ranks=4, steps=1), quiet())
     assert len(rows) == len(STRATEGIES)
     for row in rows:
@@ -337,6 +341,7 @@ def test_simulate_and_advise_say_the_same(tmp_path: Path) -> None:
             assert row.step_s <= 1.002 * least, row.name
         if row.name in ("cad", "home"):
             assert row.step_s == pytest.approx(said[row.candidate])
+            assert row.memory.total == held[row.candidate]
 
 
 def at_home(lengths: np.ndarray, **options: Any) -> Plan:

@@ -83,13 +83,14 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or not least <= value < 2**31:
                 raise ValueError(
-                    f"{name} of a plan must be a whole number from {least} to {2**31 - 1}, got {value!r}: correct it"
+                    f"{name} of a plan must be a whole number from {least} to {2**31 - 1}, got {value!r}: give it as "
+                    "plan_documents does"
                 )
         if not (
             isinstance(self.tolerance, int | float | np.number) and 0 <= self.tolerance < math.inf
         ):
             raise ValueError(
-                f"tolerance of a plan must be a finite number, at least 0, got {self.tolerance!r}: correct it"
+                f"tolerance of a plan must be a finite number, at least 0, got {self.tolerance!r}: 0.05 is usual"
             )
 
     # Figures.

@@ -106,7 +106,8 @@ class Capacities:
             values = value if isinstance(value, tuple) else (value,)
             if not all(isinstance(v, int | np.integer) and v >= 0 for v in values):
                 raise ValueError(
-                    f"capacity {name} must be whole numbers, not negative, got {value}"
+                    f"capacity {name} must be whole numbers, not negative, got {value}: take those of "
+                    "default_capacities or capacities_from_plans"
                 )
             if (
                 isinstance(value, tuple) != several
@@ -115,7 +116,8 @@ class Capacities:
             ):
                 raise ValueError(
                     f"capacity {name} needs {len(self._parts(name))} values for transport "
-                    f"{self.transport!r}, got {value}"
+                    f"{self.transport!r}, got {value}: take those of default_capacities or "
+                    "capacities_from_plans for that transport"
                 )
 
     def items(self) -> list[tuple[str, int | tuple[int, ...]]]:

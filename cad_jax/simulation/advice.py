@@ -2,12 +2,11 @@
 Host only; every figure is simulated.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Literal, NamedTuple
 
-from cad_jax.simulation.candidates import Candidate, Outcome, Trials, fastest
+from cad_jax.simulation.candidates import Candidate, Outcome, Trials, fastest, fitting
 from cad_jax.simulation.step import Overlap
 from cad_jax.simulation.strategies import Transport
 
@@ -87,7 +86,7 @@ def choose_tolerance(
         for tolerance in TOLERANCES
     ]
     best = fastest(
-        _fitting(outcomes, usable_bytes), lambda o: -(o.candidate.tolerance or 0.0), tie=TIE
+        fitting(outcomes, usable_bytes), lambda o: -(o.candidate.tolerance or 0.0), tie=TIE
     )
     return best, outcomes
 
@@ -110,12 +109,12 @@ def _cad(trials: Trials, usable_bytes: float) -> tuple[Outcome, list[Outcome]]:
     divided, outcomes = choose_tolerance(trials, "ragged", "pingpong", usable_bytes, KEY_RANGES)
     cad += outcomes
     choices = [*bests, divided]
-    best = fastest(_fitting(choices, usable_bytes), choices.index, tie=TIE)
+    best = fastest(fitting(choices, usable_bytes), choices.index, tie=TIE)
     padded = [o.candidate for o in bests if o.candidate.transport != "ragged"]
     cad += [trials.outcome(candidate._replace(capacities="static")) for candidate in padded]
     single = trials.outcome(best.candidate._replace(overlap="single_stream"))
     cad.append(single)
-    return fastest(_fitting([best, single], usable_bytes), [best, single].index, tie=0.0), cad
+    return fastest(fitting([best, single], usable_bytes), [best, single].index, tie=0.0), cad
 
 
 def _own(trials: Trials) -> list[Outcome]:
@@ -157,7 +156,7 @@ def verdict(trials: Trials, comparison: Comparison, margin: float) -> Verdict:
     packing = comparison.wlb
     if not nothing_fits and packing.memory_bytes > usable:
         packing = None
-    alternative = fastest(_fitting(own, usable), lambda o: o.step_s, tie=0.0)
+    alternative = fastest(fitting(own, usable), lambda o: o.step_s, tie=0.0)
     needed = None
     if trials.setting.ranks == 1:
         reasons: tuple[Reason, ...] = ("one_rank",)
@@ -172,7 +171,7 @@ def verdict(trials: Trials, comparison: Comparison, margin: float) -> Verdict:
     else:
         reasons = ()
     # What needs least is the answer where it is as good.
-    home = [o for o in _fitting(own, usable) if o.candidate.strategy == "home"]
+    home = [o for o in fitting(own, usable) if o.candidate.strategy == "home"]
     if reasons and home:
         at_home = fastest(home, lambda o: o.step_s, tie=0.0)
         rivals = [alternative, best] if best.memory_bytes <= usable else [alternative]
@@ -199,10 +198,6 @@ def describe(outcome: Outcome) -> str:
     if candidate.strategy in ("all_gather", "ring", "wlb"):
         return candidate.strategy
     return f"{candidate.strategy} ({', '.join(p for p in parts if p)})"
-
-
-def _fitting(outcomes: Sequence[Outcome], usable_bytes: float) -> list[Outcome]:
-    return [o for o in outcomes if o.memory_bytes <= usable_bytes] or list(outcomes)
 
 
 def _gain(outcome: Outcome, over: Outcome) -> float:
@@ -242,7 +237,7 @@ def _needed_bytes_s(trials: Trials, comparison: Comparison, margin: float) -> fl
     for doubling in range(1, MAX_BANDWIDTH_DOUBLINGS + 1):
         bytes_s = setting.costs.between_nodes.bytes_s * 2**doubling
         faster = _with_bandwidth(trials, bytes_s)
-        alternative = fastest(_fitting(_own(faster), usable), lambda o: o.step_s, tie=0.0)
+        alternative = fastest(fitting(_own(faster), usable), lambda o: o.step_s, tie=0.0)
         if _gain(free, alternative) <= margin:
             return None  # nor with more: the alternative only becomes faster
         best, _ = _cad(faster, usable)
@@ -327,7 +322,7 @@ def _ragged(verdict: Verdict, comparison: Comparison) -> str:
     if chosen.transport != "ragged":
         return ""
     dense = [o for o in comparison.cad if o.candidate.transport != "ragged"]
-    next_best = fastest(_fitting(dense, comparison.usable_bytes), lambda o: o.step_s, tie=0.0)
+    next_best = fastest(fitting(dense, comparison.usable_bytes), lambda o: o.step_s, tie=0.0)
     seconds = next_best.step_s
     against = "still faster" if seconds < verdict.alternative.step_s else "no longer faster"
     return (

@@ -6,22 +6,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cad_jax.pipeline.memory import StepMemory
 from cad_jax.sharding.tasks import DENSE_TRANSPORTS
 from cad_jax.simulation.advice import TIE, TOLERANCES, TRANSPORTS, choose_tolerance
-from cad_jax.simulation.candidates import Candidate, Outcome, Trials, fastest
+from cad_jax.simulation.candidates import Candidate, Trials, fastest, fitting
+from cad_jax.simulation.memory import Memory
 from cad_jax.simulation.setting import StepResult
 from cad_jax.simulation.step import Overlap
 from cad_jax.simulation.strategies import Transport
 
-MOST = ("wire_bytes_max", "memory_bytes")  # of all steps; other figures are means
+MOST = ("wire_bytes_max",)  # of all steps; other figures are means
 
 
 class Averages(NamedTuple):
-    """A strategy over the drawn steps. name: as it was asked for. candidate: how the steps ran. results: of each."""
+    """A strategy over the drawn steps. name: as it was asked for. candidate: how the steps ran. results: of each.
+    memory: see `Trials.memory`."""
 
     name: str
     candidate: Candidate
     results: list[StepResult]
+    memory: Memory | StepMemory
 
     @property
     def step_s(self) -> float:
@@ -35,13 +39,8 @@ class Averages(NamedTuple):
         return min(seconds), max(seconds)
 
     @property
-    def memory_bytes(self) -> float:
-        """Of the step that needs most."""
-        return max(r.memory.total for r in self.results)
-
-    @property
     def detail(self) -> str:
-        """What the name leaves open: transport and tolerance, or how ranks are divided into replicas."""
+        """What the name leaves open: transport, tolerance and key ranges, or how ranks are divided into replicas."""
         if self.candidate.strategy == "wlb":
             divisions = {r.strategy.removeprefix("wlb ") for r in self.results}
             return divisions.pop() if len(divisions) == 1 else "by step"
@@ -75,10 +74,11 @@ class Averages(NamedTuple):
     def figures(self) -> dict[str, float]:
         """`StepResult.figures` over the steps: means, but of MOST the most."""
         steps = [r.figures() for r in self.results]
-        return {
+        figures = {
             name: float((np.max if name in MOST else np.mean)([f[name] for f in steps]))
             for name in steps[0]
         }
+        return figures | {"memory_bytes": self.memory.total}
 
     def plain(self) -> dict[str, Any]:
         """How the steps ran, and the seconds of each."""
@@ -105,12 +105,13 @@ def fastest_cad(
     usable_bytes: float,
     key_ranges: int = 1,
 ) -> Candidate:
-    """cad by the transport, and where tolerance is None by the tolerance, of fewest simulated seconds."""
+    """cad by the transport, and where tolerance is None by the tolerance, of fewest simulated seconds.
+    key_ranges: of its plans."""
     fixed = [Candidate("cad", overlap, t, tolerance, "measured", key_ranges) for t in transports]
     if tolerance is not None:
         return _fastest(trials, fixed, usable_bytes)
     bests = [choose_tolerance(trials, t, overlap, usable_bytes, key_ranges)[0] for t in transports]
-    return fastest(_fitting(bests, usable_bytes), bests.index, tie=TIE).candidate
+    return fastest(fitting(bests, usable_bytes), bests.index, tie=TIE).candidate
 
 
 def fastest_published(
@@ -138,8 +139,4 @@ def _fastest(
     if len(tried) == 1:
         return tried[0]
     outcomes = [trials.outcome(candidate) for candidate in tried]
-    return fastest(_fitting(outcomes, usable_bytes), outcomes.index, tie=tie).candidate
-
-
-def _fitting(outcomes: Sequence[Outcome], usable_bytes: float) -> list[Outcome]:
-    return [o for o in outcomes if o.memory_bytes <= usable_bytes] or list(outcomes)
+    return fastest(fitting(outcomes, usable_bytes), outcomes.index, tie=tie).candidate

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from cad_jax.pipeline.memory import StepMemory
 from cad_jax.pipeline.prediction import packed_steps
 from cad_jax.pipeline.ticks import MicrobatchLengths
 from cad_jax.sharding.capacities import (
@@ -21,6 +22,7 @@ from cad_jax.sharding.capacities import (
 from cad_jax.sharding.nano_batches import pack_halves
 from cad_jax.sharding.plan import Plan
 from cad_jax.sharding.tasks import TILE_ROWS, Capacities
+from cad_jax.simulation.memory import Memory
 from cad_jax.simulation.setting import Setting, StepResult, own_memory, pool_of
 from cad_jax.simulation.step import (
     Overlap,
@@ -190,15 +192,10 @@ class Trials:
             return float(np.mean([f[name] for f in figures]))
 
         attention, linear = mean("attention_s_mean"), mean("linear_s_mean") + mean("head_s_mean")
-        memory_bytes = (
-            max(r.memory.total for r in results)
-            if candidate.strategy in AS_PUBLISHED
-            else self._memory_bytes(candidate)
-        )
         return Outcome(
             candidate, mean("step_s"), mean("mfu"), mean("exposed_communication"), mean("idle"),
             mean("bubble"), attention / (attention + linear), mean("attention_max_over_mean"),
-            mean("wire_bytes_mean"), memory_bytes, tuple(f["step_s"] for f in figures),
+            mean("wire_bytes_mean"), self.memory(candidate, results).total, tuple(f["step_s"] for f in figures),
         )  # fmt: skip
 
     def largest_context(self, strategy: Strategy, usable_bytes: float) -> int:
@@ -211,7 +208,7 @@ class Trials:
         def fits(tiles: int) -> bool:
             tokens = tiles * TILE_ROWS
             held = self._held(strategy, tokens, dp * tokens)
-            return self._estimate(held, 2 * tokens, 2) <= usable_bytes
+            return self._estimate(held, 2 * tokens, 2).total <= usable_bytes
 
         low, high = 0, MAX_CONTEXT_TOKENS // (dp * TILE_ROWS)
         while low < high:  # low fits, or is 0; all beyond high do not
@@ -285,17 +282,20 @@ class Trials:
 
     # Memory.
 
-    def _memory_bytes(self, candidate: Candidate) -> float:
-        """The fullest of the programs that the steps need: divided in two, or not."""
-        most = 0.0
+    def memory(self, candidate: Candidate, results: Sequence[StepResult]) -> Memory | StepMemory:
+        """Of a device: the fullest of the programs that the steps need, divided in two, or not, and of the published
+        systems that of the step that needs most. results: of these steps."""
+        if candidate.strategy in AS_PUBLISHED:
+            return max((r.memory for r in results), key=lambda m: m.total)
+        programs = []
         for nano_batches in sorted({len(step[0]) for step in self.steps}):
             if candidate.strategy == "cad":
                 held = self._capacities(candidate, nano_batches)
             else:
                 tokens = self._nano_tokens(nano_batches)
                 held = self._held(candidate.strategy, tokens, self._longest(nano_batches))
-            most = max(most, self._estimate(held, self.rank_tokens, nano_batches))
-        return most
+            programs.append(self._estimate(held, self.rank_tokens, nano_batches))
+        return max(programs, key=lambda m: m.total)
 
     def _held(self, strategy: Strategy, tokens: int, longest: int) -> Capacities:
         """A rank's buffers by static arguments alone."""
@@ -308,11 +308,11 @@ class Trials:
             return held
         return replace(held, key_rows=tokens * (2 if strategy == "ring" else setting.dp))
 
-    def _estimate(self, capacities: Capacities, rank_tokens: int, nano_batches: int) -> float:
+    def _estimate(self, capacities: Capacities, rank_tokens: int, nano_batches: int) -> StepMemory:
         return own_memory(
             self.setting, capacities.query_rows, capacities.key_rows, rank_tokens=rank_tokens,
             nano_batches=nano_batches, microbatches=len(self.steps[0]),
-        ).total  # fmt: skip
+        )  # fmt: skip
 
 
 def fastest(outcomes: Sequence[Outcome], preferred: Callable[[Outcome], float], tie: float):
@@ -320,3 +320,8 @@ def fastest(outcomes: Sequence[Outcome], preferred: Callable[[Outcome], float], 
     first (the least)."""
     least = min(o.step_s for o in outcomes)
     return min((o for o in outcomes if o.step_s <= (1 + tie) * least), key=preferred)
+
+
+def fitting(outcomes: Sequence[Outcome], usable_bytes: float) -> list[Outcome]:
+    """Those in so much memory, or where none is, all."""
+    return [o for o in outcomes if o.memory_bytes <= usable_bytes] or list(outcomes)

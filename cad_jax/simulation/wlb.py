@@ -153,9 +153,9 @@ def best_wlb_step(
     headroom: float = 1.0,
     memory_bytes: float = np.inf,
 ) -> StepResult:
-    """The fastest of all divisions of each stage's ranks into replicas and context parallelism that
-    fits the memory, gathered keys kept or gathered again; the smallest one where none does. microbatches: counts to choose from, of at least
-    pp.
+    """The fastest, in memory, of all divisions of each stage's ranks into replicas and context parallelism, with
+    gathered keys kept or gathered again; the one of least memory where none fits. microbatches: counts to choose
+    from, those of at least pp.
 
     Raises ValueError where no count is.
     """

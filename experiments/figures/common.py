@@ -53,7 +53,8 @@ PUBLISHED_LINEAR_S, PUBLISHED_LINEAR_BACKWARD = 22e-3, 1.9
 PUBLISHED_BYTES_S = 40e9
 GATHER_SHARE = 0.85
 # The published planner's tolerance in its runs, and those from which the fastest is taken on SAMPLE batches
-# before those that are shown, as a run does before its first step.
+# before those that are shown. A run that is left to choose does so before its first step, from .003 to .2; key ranges are
+# its user's choice.
 PUBLISHED_TOLERANCE = 0.1
 SAMPLE = 3
 TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1)
@@ -94,7 +95,7 @@ class Row(NamedTuple):
 
     def setting(self, costs: CostModel, **changes: Any) -> Setting:
         """The published runs: the feed-forward run again, which the measured linear layers contain;
-        nothing of the head; keys gathered once; all peers remote."""
+        nothing of the head; keys gathered once (but packing: as is faster); all peers remote."""
         return replace(
             Setting(
                 model_shape(self.model), costs, self.nodes, tp=DEVICES_PER_RANK, all_remote=True,
@@ -193,7 +194,7 @@ def cad_step(
 
 
 class Choice(NamedTuple):
-    """How this project runs: what a run logs before its first step."""
+    """How this project runs."""
 
     tolerance: float
     transport: Transport = "ragged"

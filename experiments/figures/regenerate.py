@@ -5,7 +5,7 @@ table of published against ours.
 
 Without names: all, the cheap ones first; README.md is written after each, so that what was done stays when
 the rest is stopped. Sections of figures that are not named are kept. Host only. The last three run on all cores. On two
-cores, and with their own numbers of batches, the first ones take about 4 minutes together, sensitivity 2, without_pipeline
+cores, and with their own numbers of batches, the first ones take about 6 minutes together, sensitivity 2, without_pipeline
 and with_pipeline 15 to 30 each; what each took is in README.md.
 """
 
@@ -37,7 +37,8 @@ SCRIPTS = (
 HEAD = """\
 # Simulated figures, published against ours
 
-Simulated on the host, nothing ran on a GPU; intervals are 95%, paired bootstrap over batches. By
+Simulated on the host, nothing ran on a GPU; intervals are 95%, paired bootstrap over batches, but
+of one_long in figures 9 and 10 the least and most batch, of prolong both halves. By
 `python -m experiments.figures.regenerate`, or one by one with the commands below.
 """
 

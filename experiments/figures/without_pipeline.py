@@ -45,11 +45,13 @@ WORKLOADS = ("pretrain", "prolong", "shuffled", "mixed", "one_long")
 CLASSES = (("h200_fa2", 1.0), ("h200_fa3", 1.5))  # kernel, memory headroom of the baseline
 
 
-NO_IDLE_TIME = "no idle time"  # the published planner's mean rank at work: no planner is faster
+NEVER_IDLE = (
+    "published, never idle"  # its mean rank at work: with the cuts that it makes, no plan is faster
+)
 PAIRS = (  # seconds of the first over those of the second
     ("wlb", "published"), ("wlb", "cad"), ("published", "cad"),
     ("published at its own tolerance", "cad"), ("published with copies", "cad"),
-    ("published", NO_IDLE_TIME),
+    ("published", NEVER_IDLE),
 )  # fmt: skip
 
 
@@ -105,7 +107,7 @@ def figure(row: Row, workload: str, number: int) -> tuple[list[dict[str, Any]], 
         if name == "published":
             figures = result.figures()
             work_s = figures["linear_s_mean"] + figures["attention_s_mean"]
-            steps.setdefault((kernel, NO_IDLE_TIME), []).append(work_s)
+            steps.setdefault((kernel, NEVER_IDLE), []).append(work_s)
     for kernel, _ in CLASSES:
         ratios = (ratio(steps[kernel, a], steps[kernel, b], workload) for a, b in PAIRS)
         at = row.model, row.longest_tokens // KIB, row.nodes, workload
@@ -128,7 +130,7 @@ def main(args: Arguments) -> None:
             ("kernel", "model", "longest, Ki tokens", "nodes", "workload", "ours: transport, tolerance",
              "published planner over baseline", "ours over baseline", "ours over published planner",
              "ours over published planner at 0.1", "ours over published planner, its copies counted",
-             "at most: no idle time at all"),
+             "published planner over itself, were its ranks never idle"),
             lines,
         )
     )  # fmt: skip
