@@ -20,6 +20,7 @@ from cad_jax.simulate_args import SimulateArgs
 from cad_jax.simulate_command import main
 from cad_jax.simulate_report import run
 from cad_jax.simulate_steps import cost_model
+from cad_jax.simulation.averages import transports_of
 
 SIZES: dict[str, Any] = {
     "ranks": 4, "tokens_per_rank": 4096, "workload": "mixed", "longest_tokens": 8192,
@@ -319,6 +320,12 @@ def test_keys_may_be_divided_and_nodes_known(tmp_path: Path) -> None:
     assert divided.figures()["wire_bytes_mean"] < 0.95 * whole.figures()["wire_bytes_mean"]
     assert divided.step_s < 0.95 * whole.step_s and knowing.step_s < 0.85 * whole.step_s
     assert "ragged 0.05 k8" in " ".join(text.getvalue().split())
+
+
+def test_auto_tries_what_a_device_has() -> None:
+    assert transports_of("auto", "cpu") == ("direct", "relay")
+    assert transports_of("auto", "h200") == ("direct", "relay", "ragged")
+    assert transports_of("relay", "h200") == ("relay",)
 
 
 def test_simulate_and_advise_say_the_same(tmp_path: Path) -> None:
