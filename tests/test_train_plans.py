@@ -261,10 +261,6 @@ def test_refusals_before_anything(attention, mesh, words, corpus, tmp_path):
         ),
         ({"speeds": "s.txt", "tolerance": None}, r"speeds \(=s.txt\) needs an attention.tolerance"),
         ({"server_speeds": (1.0,), "tolerance": None}, r"server_speeds .* an attention.tolerance"),
-        (
-            {"node": 2, "tolerance": None},
-            r"node \(=2\) needs an attention.tolerance.* such as 0.05",
-        ),
         ({"placement": "aligned", "tolerance": None}, r"placement .* needs an attention.tolerance"),
         ({"server_speeds": (1.0, 0.0)}, "server_speeds must hold positive finite numbers, got 0.0"),
     ],

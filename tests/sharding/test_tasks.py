@@ -70,7 +70,7 @@ def test_units_are_whole_rows_of_queries_and_of_keys(heads, unit, q, kv):
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
         HeadShape(6, 4, 8)
-    with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="head_dim must be a whole number, at least 1, got 0"):
         HeadShape(4, 4, 0)
 
 
@@ -88,5 +88,5 @@ def test_malformed_capacities_are_refused():
         capacities(transport="mail")
     with pytest.raises(ValueError, match="output_runs needs 2 values for transport 'relay'"):
         capacities(output_runs=(1,))
-    with pytest.raises(ValueError, match="key_rows must not be negative, got -1"):
+    with pytest.raises(ValueError, match="key_rows must be whole numbers, not negative, got -1: take"):
         capacities(key_rows=-1)
