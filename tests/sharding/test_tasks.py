@@ -88,5 +88,7 @@ def test_malformed_capacities_are_refused():
         capacities(transport="mail")
     with pytest.raises(ValueError, match="output_runs needs 2 values for transport 'relay'"):
         capacities(output_runs=(1,))
-    with pytest.raises(ValueError, match="key_rows must be whole numbers, not negative, got -1: take"):
+    with pytest.raises(
+        ValueError, match="key_rows must be whole numbers, not negative, got -1: take"
+    ):
         capacities(key_rows=-1)
