@@ -26,11 +26,8 @@ IN_WORDS = {
     "exchange": "exchange (network)",
 }
 MAX_TRACED_RANKS, MAX_DRAWN_RANKS = 64, 16
-UNITS = (
-    (60.0, "min", 300.0),
-    (1.0, "s", 1.0),
-    (1e-3, "ms", 0.0),
-)  # seconds of one, and where it begins
+# Seconds of one, and where it begins.
+UNITS = ((60.0, "min", 300.0), (1.0, "s", 1.0), (1e-3, "ms", 0.0))
 
 
 def shown_ranks(ranks: int, most: int) -> list[int]:

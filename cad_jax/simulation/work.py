@@ -155,12 +155,10 @@ def padded_exchanges(
     out, home = capacities.dispatch_units, tuple(reversed(capacities.output_units))
     both = tuple(a + b for a, b in zip(out, capacities.output_units, strict=True))
     gradients = [units * unit for units in reversed(out)]
-    if (
-        capacities.transport == "relay" and capacities.partials > 1
-    ):  # sums of relays: `routing.wire_bytes`
-        gradients[-1] = out[0] * (
-            unit // wire.element_bytes * max(wire.element_bytes, FLOAT32_BYTES)
-        )
+    # Sums of relays come home in float32: see `routing.wire_bytes`.
+    if capacities.transport == "relay" and capacities.partials > 1:
+        wider = max(FLOAT32_BYTES / wire.element_bytes, 1)
+        gradients[-1] = int(gradients[-1] * wider)
     return (
         exchange([units * unit for units in out]),
         exchange([units * wide for units in home]),

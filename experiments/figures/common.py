@@ -229,6 +229,20 @@ def wlb(setting: Setting, nanos: Sequence[np.ndarray], headroom: float = 1.0) ->
     return result._replace(strategy=f"wlb headroom {headroom:g}")
 
 
+def all_points(
+    figure: Callable[..., tuple[list[dict[str, Any]], list[tuple]]],
+    points: Sequence[tuple[Any, ...]],
+) -> tuple[list[dict[str, Any]], list[tuple]]:
+    """Records and lines of a figure's points. Lines are printed as they come, and sorted by what they begin with."""
+    records, lines = [], []
+    for made, more in on_all_cores(figure, points):
+        records += made
+        lines += more
+        for line in more:
+            print("|", " | ".join(map(str, line)), "|", flush=True)
+    return records, sorted(lines, key=lambda line: line[0])
+
+
 def record(
     figure: str, row: Row, workload: str, batch: int, kernel: str, result: StepResult
 ) -> dict[str, Any]:

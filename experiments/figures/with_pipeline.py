@@ -27,9 +27,9 @@ from experiments.figures.common import (
     Arguments,
     Plans,
     Row,
+    all_points,
     arguments,
     markdown,
-    on_all_cores,
     published_costs,
     ratio,
     record,
@@ -238,14 +238,8 @@ def figure(row: Row, workload: str, number: int) -> tuple[list[dict[str, Any]], 
 
 
 def main(args: Arguments) -> None:
-    records, lines = [], []
     points = [(row, w, args.batches) for row in TABLE_4 for w in WORKLOADS]
-    for made, more in on_all_cores(figure, points):
-        records += made
-        lines += more
-        for line in more:
-            print("|", " | ".join(map(str, line)), "|", flush=True)
-    lines.sort(key=lambda line: line[0])
+    records, lines = all_points(figure, points)
     write(args.out / "figure_10.csv", records)
     print(
         markdown(

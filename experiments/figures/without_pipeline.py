@@ -29,11 +29,11 @@ from experiments.figures.common import (
     Choice,
     Plans,
     Row,
+    all_points,
     arguments,
     cad_step,
     choose,
     markdown,
-    on_all_cores,
     published_costs,
     ratio,
     record,
@@ -116,14 +116,8 @@ def figure(row: Row, workload: str, number: int) -> tuple[list[dict[str, Any]], 
 
 
 def main(args: Arguments) -> None:
-    records, lines = [], []
     points = [(row, w, args.batches) for row in ROWS_3D for w in WORKLOADS]
-    for made, more in on_all_cores(figure, points):
-        records += made
-        lines += more
-        for line in more:
-            print("|", " | ".join(map(str, line)), "|", flush=True)
-    lines.sort(key=lambda line: line[0])
+    records, lines = all_points(figure, points)
     write(args.out / "figure_9.csv", records)
     print(
         markdown(
